@@ -1,0 +1,71 @@
+"""The errors a user can meet, each with the exit code of the command that meets it.
+
+A message is one line that says what is wrong, where (file, node, tensor) and what to do.
+
+>>> ModelError("no such thing", where="model.onnx", hint="check the path").render()
+'model.onnx: no such thing (check the path)'
+>>> GateError("coverage 50 % < 90 %").exit_code
+4
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class OnnxpackError(Exception):
+    """Base of every error that onnxpack raises on purpose. Exit code 1: a bug or a broken promise."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+
+    def render(self) -> str:
+        """One line: ``where: what (hint)``; control characters are escaped, so a hostile name stays one line."""
+        line = self.what if self.where is None else f"{self.where}: {self.what}"
+        if self.hint is not None:
+            line += f" ({self.hint})"
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+    def __str__(self) -> str:
+        return self.render()
+
+
+class UsageError(OnnxpackError):
+    """The call itself is wrong: an argument, an existing target."""
+
+    exit_code = 2
+
+
+class ModelError(OnnxpackError):
+    """The source model cannot be read, or cannot be packed as it is."""
+
+    exit_code = 3
+
+
+class PackError(OnnxpackError):
+    """A pack is damaged, of another version, or does not fit what is asked of it."""
+
+    exit_code = 3
+
+
+class KernelError(OnnxpackError):
+    """An ELF or a kernel record is not what it claims to be."""
+
+    exit_code = 3
+
+
+class GateError(OnnxpackError):
+    """Everything ran, and a gate was not met (``--fail-under``, ``--max-kl``, a shape that failed)."""
+
+    exit_code = 4
+
+
+class EnvironmentFault(OnnxpackError):
+    """The machine lacks something: space, permission, a toolchain, a device."""
+
+    exit_code = 5

@@ -1,0 +1,15 @@
+"""Quantization formats: how a weight's bytes are laid out.
+
+>>> names()
+['int8']
+>>> import numpy as np
+>>> get("int8").encode(np.eye(2, dtype=np.float32)).fields["codes"].tolist()
+[[127, 0], [0, 127]]
+"""
+
+from __future__ import annotations
+
+from onnxpack.formats.base import Decoder, Encoded, FieldSpec, Format, Orientation
+from onnxpack.formats.registry import get, names
+
+__all__ = ["Decoder", "Encoded", "FieldSpec", "Format", "Orientation", "get", "names"]

@@ -1,0 +1,139 @@
+"""What every format offers: named fields, exact sizes, encode, decode, and a decoder of standard ONNX operators."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from onnxpack.errors import UsageError
+
+Array = npt.NDArray[Any]
+F32 = npt.NDArray[np.float32]
+
+
+class Orientation(StrEnum):
+    """Which way a format takes a weight: [K, N] as ONNX's MatMul has it, or [N, K] (rows are output features)."""
+
+    KN = "kn"
+    NK = "nk"
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """One stored tensor of an encoded weight."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A weight in a format: its fields under the format's own tensor names."""
+
+    format: str
+    shape: tuple[int, ...]
+    fields: Mapping[str, Array]
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all fields."""
+        return sum(array.nbytes for array in self.fields.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """True bits per weight, scales and padding included."""
+        count = int(np.prod(self.shape, dtype=np.int64))
+        return 8 * self.nbytes / count if count else 0.0
+
+
+@dataclass(frozen=True)
+class ErrorSums:
+    """Sums over a whole weight that any error figure can be made of: sum of (w - decoded)**2 and of w**2."""
+
+    residual: float
+    energy: float
+
+    @property
+    def relative_rms(self) -> float:
+        """sqrt(residual / energy); 0 for an all-zero weight."""
+        return float(np.sqrt(self.residual / self.energy)) if self.energy else 0.0
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A piece of plain ONNX graph: the fields (inputs, by field name) in, the float32 weight out.
+
+    `nodes` and `constants` are onnx NodeProtos and TensorProtos in topological order with names local to this piece;
+    whoever splices it in prefixes them. `output` is the name of the result, in the format's own orientation.
+    """
+
+    nodes: tuple[Any, ...]
+    output: str
+    constants: tuple[Any, ...] = ()
+
+
+class Format(ABC):
+    """A way to store one weight. Instances are immutable; parameters are keyword arguments of the constructor."""
+
+    name: ClassVar[str]
+    row: ClassVar[str]
+    """The row of the source table ("INT8 per-channel", "Q4_K", ...)."""
+    family: ClassVar[str]
+    orientation: ClassVar[Orientation]
+    min_opset: ClassVar[int] = 13
+    """Lowest ai.onnx opset at which `decoder` can be written."""
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """Parameters that differ between instances of the class, JSON values."""
+        return {}
+
+    @abstractmethod
+    def fields(self, shape: tuple[int, ...]) -> dict[str, FieldSpec]:
+        """Stored tensors for a weight of this logical shape. UsageError on an impossible shape."""
+
+    @abstractmethod
+    def encode_into(self, w: Array, out: Mapping[str, Array]) -> ErrorSums:
+        """Encode `w` into preallocated arrays (shapes of `fields`), a block at a time. ModelError on NaN, infinity."""
+
+    @abstractmethod
+    def decode(self, encoded: Encoded) -> F32:
+        """The float32 values that the stored fields mean, in the shape of the weight."""
+
+    @abstractmethod
+    def decoder(self, shape: tuple[int, ...], opset: int) -> Decoder:
+        """Standard operators at `opset` that give `decode`'s values, bit for bit."""
+
+    def encode(self, w: Array) -> Encoded:
+        """Encode a weight in memory."""
+        out = {name: np.empty(spec.shape, spec.dtype) for name, spec in self.fields(w.shape).items()}
+        self.encode_into(w, out)
+        return Encoded(self.name, tuple(w.shape), out, self.params)
+
+    def to_bytes(self, encoded: Encoded) -> bytes:
+        """All fields, in order of declaration, as one string of bytes."""
+        return b"".join(np.ascontiguousarray(encoded.fields[name]).tobytes() for name in self.fields(encoded.shape))
+
+    def from_bytes(self, data: bytes, shape: tuple[int, ...]) -> Encoded:
+        """Inverse of to_bytes. UsageError when the length is not the one that the shape asks for."""
+        specs = self.fields(shape)
+        wanted = sum(spec.nbytes for spec in specs.values())
+        if len(data) != wanted:
+            raise UsageError(f"format {self.name}: {len(data)} bytes for shape {list(shape)}, expected {wanted}")
+        out, offset = {}, 0
+        for name, spec in specs.items():
+            out[name] = np.frombuffer(data, spec.dtype, int(np.prod(spec.shape)), offset).reshape(spec.shape)
+            offset += spec.nbytes
+        return Encoded(self.name, tuple(shape), out, self.params)
