@@ -155,7 +155,7 @@ def quantize_rows(x: F32) -> tuple[I8, F32]:
 
     A row with a NaN or an infinity gets a NaN scale, which the epilogue spreads over that row only. K must be > 0.
     """
-    finite: npt.NDArray[np.bool_] = np.asarray(np.isfinite(x)).all(axis=1)
+    finite = np.logical_and.reduce(np.isfinite(x), axis=1)
     amax = np.where(finite, np.abs(x).max(axis=1, initial=0), np.float32(np.nan))
     scale = scale_of(amax)
     with np.errstate(invalid="ignore"):

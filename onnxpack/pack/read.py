@@ -1,0 +1,164 @@
+"""Open a pack: parse and check its manifest, find its tensors.
+
+Only what the manifest says is believed, and only after its sizes fit the files that are really there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from onnxpack import records
+from onnxpack.errors import PackError
+from onnxpack.pack.manifest import SCHEMA, FieldRecord, Manifest, TensorRecord
+
+_MANIFEST_LIMIT = 256 << 20
+MANIFEST = "pack.json"
+GRAPH = "model.onnx"
+
+
+@dataclass(frozen=True)
+class Pack:
+    """An opened pack. Holds no file open."""
+
+    path: Path
+    manifest: Manifest
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorRecord]:
+        """Packed weights by name."""
+        return {tensor.name: tensor for tensor in self.manifest.tensors}
+
+    @property
+    def graph_file(self) -> Path:
+        """The plain ONNX graph."""
+        return self.path / GRAPH
+
+    def field(self, record: FieldRecord) -> npt.NDArray[Any]:
+        """A stored tensor, mapped read-only from its file: no bytes are read until they are used."""
+        dtype = dtype_of(record.dtype, where=str(self.path))
+        if not record.nbytes:
+            return np.empty(record.shape, dtype)
+        return np.memmap(self.path / record.file, dtype, "r", record.offset, tuple(record.shape))
+
+
+def open_pack(path: str | Path, check: Literal["headers", "full"] = "headers") -> Pack:
+    """Read the manifest and check it against the files: names, sizes and offsets; with "full" every digest.
+
+    PackError says what does not fit.
+    """
+    root = Path(path)
+    manifest = _read_manifest(root)
+    sizes = {}
+    for record in manifest.files:
+        sizes[record.path] = record.nbytes
+        _check_file(root, record.path, record.nbytes)
+        if check == "full":
+            found = file_sha256(root / record.path)
+            if found != record.sha256:
+                raise PackError("digest differs from the manifest's", where=str(root / record.path), hint=_REBUILD)
+    for tensor in manifest.tensors:
+        for name, stored in tensor.fields.items():
+            _check_field(f"{root}: tensor {tensor.name}, field {name}", stored, sizes)
+    if GRAPH not in sizes:
+        raise PackError(f"the manifest lists no {GRAPH}", where=str(root), hint=_REBUILD)
+    _check_sites(root, manifest)
+    return Pack(root, manifest)
+
+
+_REBUILD = "build the pack again"
+
+
+def _read_manifest(root: Path) -> Manifest:
+    file = root / MANIFEST
+    if not root.is_dir():
+        raise PackError("no such directory" if not root.exists() else "not a directory", where=str(root))
+    if not file.is_file():
+        raise PackError(f"not a pack: it has no {MANIFEST}", where=str(root))
+    try:
+        if file.stat().st_size > _MANIFEST_LIMIT:
+            raise PackError("larger than any manifest", where=str(file), hint=_REBUILD)
+        text = file.read_bytes()
+        version = records.loads(text, _Version).schema
+        if version.rpartition(".")[0] != SCHEMA.rpartition(".")[0]:
+            raise PackError(
+                f"schema {version!r} is not one this version reads ({SCHEMA})", where=str(file), hint="update onnxpack"
+            )
+        return records.loads(text, Manifest)
+    except records.RecordError as error:
+        raise PackError(f"not a manifest: {error}", where=str(file), hint=_REBUILD) from None
+    except OSError as error:
+        raise PackError(f"cannot be read: {error.strerror}", where=str(file)) from None
+
+
+@dataclass(frozen=True)
+class _Version:
+    schema: str
+
+
+def _check_file(root: Path, name: str, nbytes: int) -> None:
+    parts = PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts or not parts.parts or "\\" in name:
+        raise PackError(f"file name {name!r} leads out of the pack", where=str(root))
+    file = root / name
+    if any((root / parent).is_symlink() for parent in [parts, *list(parts.parents)[:-1]]):
+        raise PackError(f"{name} is a link; a pack holds only files of its own", where=str(root))
+    if not file.is_file():
+        raise PackError(f"{name} is missing", where=str(root), hint=_REBUILD)
+    size = file.stat().st_size
+    if size != nbytes:
+        raise PackError(f"{name} has {size} bytes, the manifest says {nbytes}", where=str(root), hint=_REBUILD)
+
+
+def _check_field(where: str, record: FieldRecord, sizes: dict[str, int]) -> None:
+    dtype = dtype_of(record.dtype, where=where)
+    if any(dim < 0 for dim in record.shape):
+        raise PackError(f"shape {list(record.shape)} has a negative dimension", where=where)
+    wanted = dtype.itemsize
+    for dim in record.shape:
+        wanted *= dim
+    if record.nbytes != wanted:
+        raise PackError(f"{record.nbytes} bytes do not hold {record.dtype}{list(record.shape)}", where=where)
+    if record.file not in sizes:
+        raise PackError(f"file {record.file!r} is not one of the pack's", where=where)
+    if record.offset < 0 or record.offset + record.nbytes > sizes[record.file]:
+        raise PackError(f"bytes {record.offset}+{record.nbytes} lie outside {record.file}", where=where)
+
+
+def _check_sites(root: Path, manifest: Manifest) -> None:
+    known = {tensor.name: tensor.shape for tensor in manifest.tensors}
+    for site in manifest.sites:
+        if site.weight is None:
+            continue
+        if site.weight not in known:
+            raise PackError(f"site {site.path} names weight {site.weight!r}, which is not in the pack", where=str(root))
+        if known[site.weight] != (site.k, site.n):
+            raise PackError(
+                f"site {site.path} is [{site.k}, {site.n}], its weight {site.weight!r} {list(known[site.weight])}",
+                where=str(root),
+            )
+
+
+def dtype_of(name: str, where: str) -> np.dtype[Any]:
+    """The dtype that a manifest or a header names. PackError for anything that is not a plain number type."""
+    import ml_dtypes
+
+    try:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError:
+        raise PackError(f"unknown type {name!r}", where=where) from None
+    if dtype.kind not in "biufV" or dtype.itemsize == 0 or dtype.names:
+        raise PackError(f"type {name!r} is not a number type", where=where)
+    return dtype
+
+
+def file_sha256(path: Path) -> str:
+    """Digest of a whole file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
