@@ -1,0 +1,87 @@
+"""The table of commands, and what happens to their errors.
+
+Adding a command is one module with a click command called `command`, and one line in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from onnxpack.errors import OnnxpackError
+
+COMMANDS: dict[str, str] = {
+    "census": "List every matrix product of a model, by shape, with the reason for each that stays on the CPU.",
+    "build": "Pack a model: int8 operands, plain graph, manifest, one directory.",
+    "inspect": "Show what a pack holds.",
+}
+"""Name to one-line help; the module is onnxpack.cli.<name>. Help must not import the commands: it has to be fast."""
+
+INTERRUPTED = 130
+
+
+class _LazyGroup(click.Group):
+    """Imports a command's module only when that command runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"onnxpack.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="onnxpack", message="onnxpack %(version)s")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """Compile plain ONNX models to int8 packs for AMD XDNA2 NPUs that run, with the same numbers, on any CPU."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command; prints errors to stderr and returns the exit code of DESIGN's table."""
+    debug = "--debug" in argv or os.environ.get("ONNXPACK_DEBUG") == "1"
+    try:
+        code = cli.main(list(argv), prog_name="onnxpack", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except OnnxpackError as error:
+        if debug:
+            raise
+        return _fail(error.render(), error.exit_code)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): not an error, and nothing more can be said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if debug:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}", 5)
+    except Exception as error:
+        if debug:
+            raise
+        return _fail(f"bug: {type(error).__name__}: {error} (run again with --debug and report it)", 1)
+
+
+def _fail(line: str, code: int) -> int:
+    click.echo(f"onnxpack: {line}", err=True)
+    return code

@@ -1,0 +1,27 @@
+"""Fixtures shared by all rooms."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def shared_folder() -> Path | None:
+    """The shared collection of models and vectors, when it lies beside the checkout."""
+    for place in (os.environ.get("ONNXPACK_SHARED"), ROOT.parent / "shared"):
+        if place and (Path(place) / "models").is_dir():
+            return Path(place)
+    return None
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Folder of the shared collection; the test is skipped, by name, without it."""
+    folder = shared_folder()
+    if folder is None:
+        pytest.skip("the shared model collection is not beside the checkout")
+    return folder
