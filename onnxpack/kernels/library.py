@@ -12,7 +12,6 @@ looks inside.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -130,13 +129,20 @@ def parse_kernels(text: str) -> Library:
     """
     if re.match(rf"\s*{_SHAPE}\s*(?:=|,|$)", text):
         return _parse_list(text)
-    if text and os.path.isdir(text):
+    if text and _is_directory(Path(text)):
         return read_directory(Path(text))
     if re.match(r"\s*\d+x", text) or "=" in text:
         raise UsageError(f"{text!r} is not a list of kernels", where="--kernels", hint="write MxKxN=path,MxKxN=path")
     raise UsageError(
         f"{text!r} is not a directory", where="--kernels", hint="give a directory of ELFs or a list MxKxN=path,..."
     )
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name too long, or with a null byte: not a directory, whatever else it is
+        return False
 
 
 def _parse_list(text: str) -> Library:
