@@ -1,4 +1,4 @@
-"""Make the kernels that are missing: look in the library, then in the cache, then compile. One failure stops no other."""
+"""Make the kernels that are missing: look in the library, then in the cache, then compile. No failure stops another."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from onnxpack.kernels.target import NPU2, Target
 from onnxpack.shapes import Gemm
 
 Status = Literal["library", "cached", "built", "missing", "failed", "refused"]
-"""library: the given library has it. cached: made before from the same inputs. built: compiled now. missing: there is no
-toolchain to make it. failed: the toolchain ran and made nothing usable. refused: no tiling of the design holds it."""
+"""library: the given library has it. cached: made before from the same inputs. built: compiled now. missing: there is
+no toolchain to make it. failed: the toolchain ran and made nothing usable. refused: no tiling of the design holds it."""
 
 
 @dataclass(frozen=True)
