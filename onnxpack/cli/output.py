@@ -47,3 +47,8 @@ def note(line: str) -> None:
 def watched() -> bool:
     """Whether stderr is a terminal that a person watches (a progress bar makes sense)."""
     return sys.stderr.isatty()
+
+
+def unknown(value: int | str | None) -> str:
+    """A dimension for a person: "?" when it is not known."""
+    return "?" if value is None else str(value)

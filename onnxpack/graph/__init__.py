@@ -1,0 +1,1 @@
+"""What the model says: files, weights behind views, sites, and the rewriting of the graph."""

@@ -1,0 +1,189 @@
+"""Constants seen through views: what a weight is, without reading its bytes.
+
+A weight is rarely an initializer pure and simple. `ConstantResolver` follows a value back through the operators of
+`VIEWS` to the tensors it is made of, and knows shape and type of every step; `evaluate` makes the numbers, without a
+copy wherever numpy can view the stored bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpack.errors import ModelError
+from onnxpack.graph import views
+from onnxpack.graph.tensors import TensorStore, shape_of
+from onnxpack.reasons import Reason
+from onnxpack.types import Array
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A value known before the model runs: a stored tensor, or an operator over constants."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: ir.DataType
+    tensor: ir.TensorProtocol | None = None
+    node: ir.Node | None = None
+    index: int = 0
+    """Which output of `node`."""
+    inputs: tuple[Constant | None, ...] = ()
+    reason: Reason | None = None
+    """Why it may not be relied on after all (overridable, scale computed at run time)."""
+
+    @property
+    def root(self) -> Constant:
+        """The stored tensor that the values come from: the first input of the first input, and so on."""
+        at = self
+        while at.tensor is None and at.inputs and at.inputs[0] is not None:
+            if at.node is not None and at.node.op_type == "ConstantOfShape":
+                break
+            at = at.inputs[0]
+        return at
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """Operators between the value and its root, from the value inwards."""
+        at, ops = self, []
+        while at.node is not None and at is not self.root:
+            ops.append(at.node.op_type)
+            if not at.inputs or at.inputs[0] is None:
+                break
+            at = at.inputs[0]
+        return tuple(ops)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the value as its type stores it."""
+        return -(-int(np.prod(self.shape, dtype=np.int64)) * self.dtype.bitwidth // 8)
+
+
+class ConstantResolver:
+    """Finds constants; remembers what it has found."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self._known: dict[ir.Value, Constant | None] = {}
+
+    def resolve(self, value: ir.Value | None) -> Constant | None:
+        """The constant behind a value, or None when it is computed at run time. ModelError on malformed views."""
+        if value is None:
+            return None
+        stack = [value]  # explicit: chains of views may be longer than Python's recursion limit
+        while stack:
+            at = stack[-1]
+            if at in self._known:
+                stack.pop()
+                continue
+            waiting = [v for v in self._needs(at) if v not in self._known]
+            if waiting:
+                stack += waiting
+            else:
+                self._known[at] = self._make(at)
+                stack.pop()
+        return self._known[value]
+
+    def _needs(self, value: ir.Value) -> list[ir.Value]:
+        node = value.producer()
+        if node is None or node.domain not in views.DOMAINS or node.op_type not in views.VIEWS:
+            return []
+        return [v for v in node.inputs if v is not None]
+
+    def _make(self, value: ir.Value) -> Constant | None:
+        node, name = value.producer(), value.name or ""
+        if node is None:
+            return self._initializer(value, name)
+        if node.domain in views.DOMAINS and node.op_type == "Constant":
+            tensor = views.constant_tensor(node)
+            return None if tensor is None else _leaf(name, tensor)
+        if not self._needs(value) or any(attribute.is_ref() for attribute in node.attributes.values()):
+            return None
+        inputs = [None if v is None else self._known[v] for v in node.inputs]
+        missing = [i for i, v in enumerate(node.inputs) if v is not None and inputs[i] is None]
+        reason = next((c.reason for c in inputs if c is not None and c.reason is not None), None)
+        if missing:
+            if node.op_type != "DequantizeLinear" or 0 in missing:
+                return None
+            reason = Reason.SCALE_NOT_CONSTANT
+        index = value.index() or 0
+        view = views.VIEWS[node.op_type]
+        try:
+            shape, dtype = view.result(node, inputs, index, self._small)
+        except (ValueError, IndexError, TypeError, KeyError, OverflowError) as error:
+            label = f"node {node.name!r} ({node.op_type})"
+            raise ModelError(f"{error}", where=label) from None
+        return Constant(name, shape, dtype, None, node, index, tuple(inputs), reason)
+
+    def _initializer(self, value: ir.Value, name: str) -> Constant | None:
+        if value.const_value is None:
+            return None
+        reason = Reason.OVERRIDABLE_WEIGHT if value.is_graph_input() else None
+        return _leaf(name, value.const_value, reason)
+
+    def _small(self, constant: Constant) -> Array:
+        """Values of a shape or an axis list: the only bytes that are read to know what a weight is."""
+        if int(np.prod(constant.shape, dtype=np.int64)) > 1024:
+            raise ValueError(f"{constant.name!r} is too long for a shape")
+        return evaluate(constant, self._store)
+
+
+def _leaf(name: str, tensor: ir.TensorProtocol, reason: Reason | None = None) -> Constant:
+    return Constant(name, shape_of(tensor), tensor.dtype, tensor, reason=reason)
+
+
+def evaluate(constant: Constant, store: TensorStore) -> Array:
+    """The numbers of a constant. A view of the stored bytes where possible; do not write to it."""
+    done: dict[Constant, Array] = {}
+    stack = [constant]
+    while stack:
+        at = stack[-1]
+        if at in done:
+            stack.pop()
+            continue
+        waiting = [c for c in at.inputs if c is not None and c not in done]
+        if waiting:
+            stack += waiting
+            continue
+        if at.tensor is not None:
+            done[at] = store.array(at.tensor)
+        else:
+            assert at.node is not None
+            arrays = [None if c is None else done[c] for c in at.inputs]
+            done[at] = views.VIEWS[at.node.op_type].apply(at.node, arrays, at.index)
+        stack.pop()
+    return done[constant]
+
+
+def structure(constant: Constant) -> str:
+    """Equal for constants that are made of the same stored tensor in the same way, whatever their values are called."""
+    done: dict[Constant, str] = {}
+    stack = [constant]
+    while stack:
+        at = stack[-1]
+        waiting = [c for c in at.inputs if c is not None and c not in done]
+        if at in done or waiting:
+            stack = stack[:-1] if at in done else stack + waiting
+            continue
+        done[at] = _structure_of(at, ["" if c is None else done[c] for c in at.inputs])
+        stack.pop()
+    return done[constant]
+
+
+def _structure_of(at: Constant, inputs: list[str]) -> str:
+    if at.tensor is not None:
+        return f"{at.name!r}@{id(at.tensor)}"
+    assert at.node is not None
+    if at.node.op_type == "Identity":
+        return inputs[0]
+    attributes = sorted(f"{name}={attribute.value!r}" for name, attribute in at.node.attributes.items())
+    text = f"{at.node.op_type}[{at.index}]({','.join(attributes)})({';'.join(inputs)})"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+Small = Callable[[Constant], Array]
+Inputs = Sequence[Constant | None]

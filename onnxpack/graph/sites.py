@@ -1,0 +1,251 @@
+"""Find every place where a matrix product happens, and what its weight is.
+
+One function an operator family says what A, B, K and N are; everything else (M, dtype, reasons) is common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx_ir as ir
+
+from onnxpack.errors import ModelError
+from onnxpack.graph.constants import Constant, ConstantResolver
+from onnxpack.graph.infer import Dim, Dims, Shapes
+from onnxpack.graph.load import Model
+from onnxpack.graph.paths import all_nodes, path_of
+from onnxpack.graph.tensors import TensorStore
+from onnxpack.quant.bounds import K_LIMIT_SYMMETRIC
+from onnxpack.reasons import Reason
+
+Kind = Literal["weight", "dynamic", "other"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """What one operator says about its operands, before anything is judged."""
+
+    a: ir.Value | None
+    b: ir.Value | None
+    transposed_a: bool = False
+    transposed_b: bool = False
+    k: Dim = None
+    n: Dim = None
+    """K and N, where the operator itself states them."""
+    reason: Reason | None = None
+    """Why this operator is not bound, whatever its operands are."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One matrix product of the graph."""
+
+    path: str
+    node: ir.Node
+    op: str
+    kind: Kind
+    m: Dim
+    k: Dim
+    n: Dim
+    dtype: str | None
+    """As stored: the type of the weight's root tensor."""
+    weight: Constant | None
+    a: ir.Value | None
+    a_rank: int | None
+    transposed_a: bool
+    transposed_b: bool
+    bindable: bool
+    """Whether the product can run on int8 operands at all, on whatever device."""
+    reason: Reason | None
+    """Why not, or why it stays on the host although it is bindable."""
+
+
+def find_sites(model: Model) -> list[Site]:
+    """Every matrix product of the main graph and its bodies, in order of the file."""
+    finder = _Finder(model)
+    return [site for node in all_nodes(model.ir.graph) for site in finder.at(node)]
+
+
+class _Finder:
+    def __init__(self, model: Model) -> None:
+        self._main = model.ir.graph
+        self._constants = ConstantResolver(TensorStore(model.regions))
+        self._shapes = Shapes(model.ir)
+
+    def at(self, node: ir.Node) -> Iterator[Site]:
+        describe = PRODUCTS.get((node.domain, node.op_type))
+        if describe is None:
+            return
+        product = describe(node)
+        try:
+            yield self._site(node, product)
+        except ModelError as error:
+            where = f"{path_of(node)}: {error.where}" if error.where else path_of(node)
+            raise ModelError(error.what, where=where, hint=error.hint) from None
+
+    def _site(self, node: ir.Node, product: Product) -> Site:
+        weight = self._constants.resolve(product.b)
+        a_dims = self._shapes.of(product.a)
+        if weight is None:
+            k, n = product.k, product.n
+            if k is None and n is None:
+                k, n = _kn_of_dims(self._shapes.of(product.b), product.transposed_b)
+            kind: Kind = "dynamic"
+            dtype = _dtype_name(product.b.dtype) if product.b is not None and product.b.dtype else None
+            reason: Reason | None = product.reason or Reason.DYNAMIC_WEIGHT
+        else:
+            kind, dtype = "weight", _dtype_name(weight.root.dtype)
+            k, n = (product.k, product.n) if product.k is not None else _kn(weight, product.transposed_b)
+            _check_k(a_dims, k, product.transposed_a)
+            reason = product.reason or _judge(weight, k, n, a_dims)
+        bindable = reason is None
+        if bindable and node.graph is not self._main:
+            reason = Reason.IN_SUBGRAPH
+        return Site(
+            path_of(node),
+            node,
+            node.op_type,
+            kind,
+            _rows(a_dims, product.transposed_a),
+            k,
+            n,
+            dtype,
+            weight,
+            product.a,
+            None if a_dims is None else len(a_dims),
+            product.transposed_a,
+            product.transposed_b,
+            bindable,
+            reason,
+        )
+
+
+def _matmul(node: ir.Node) -> Product:
+    return Product(node.inputs[0], node.inputs[1])
+
+
+def _gemm(node: ir.Node) -> Product:
+    return Product(
+        node.inputs[0], node.inputs[1], bool(_int_attribute(node, "transA")), bool(_int_attribute(node, "transB"))
+    )
+
+
+def _unbound(a: int, b: int) -> Callable[[ir.Node], Product]:
+    def describe(node: ir.Node) -> Product:
+        return Product(_input(node, a), _input(node, b), reason=Reason.UNSUPPORTED_OP)
+
+    return describe
+
+
+def _matmul_nbits(node: ir.Node) -> Product:
+    k, n = _int_attribute(node, "K"), _int_attribute(node, "N")
+    return Product(_input(node, 0), _input(node, 1), k=k, n=n, reason=Reason.PACKED_ELSEWHERE)
+
+
+PRODUCTS: dict[tuple[str, str], Callable[[ir.Node], Product]] = {
+    ("", "MatMul"): _matmul,
+    ("", "Gemm"): _gemm,
+    ("", "MatMulInteger"): _unbound(0, 1),
+    ("", "QLinearMatMul"): _unbound(0, 3),
+    ("com.microsoft", "FusedMatMul"): _unbound(0, 1),
+    ("com.microsoft", "MatMulIntegerToFloat"): _unbound(0, 1),
+    ("com.microsoft", "DynamicQuantizeMatMul"): _unbound(0, 1),
+    ("com.microsoft", "QGemm"): _unbound(0, 3),
+    ("com.microsoft", "MatMulNBits"): _matmul_nbits,
+}
+"""Operators that are matrix products. Adding one is one entry."""
+
+
+def _input(node: ir.Node, index: int) -> ir.Value | None:
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def _int_attribute(node: ir.Node, name: str) -> int:
+    attribute = node.attributes.get(name)
+    return 0 if attribute is None or attribute.is_ref() else int(attribute.value)
+
+
+def _kn(weight: Constant, transposed: bool) -> tuple[int, int]:
+    shape = weight.shape
+    if not shape:
+        raise ModelError("the weight is a scalar", where=weight.name)
+    if len(shape) == 1:
+        return shape[0], 1
+    k, n = shape[-2:]
+    return (n, k) if transposed else (k, n)
+
+
+def _kn_of_dims(dims: Dims, transposed: bool) -> tuple[Dim, Dim]:
+    if not dims:
+        return None, None
+    if len(dims) == 1:
+        return dims[0], 1
+    return (dims[-1], dims[-2]) if transposed else (dims[-2], dims[-1])
+
+
+def _check_k(a: Dims, k: Dim, transposed: bool) -> None:
+    if not a:
+        return
+    found = a[-2] if transposed and len(a) > 1 else a[-1]
+    if isinstance(found, int) and isinstance(k, int) and found != k:
+        raise ModelError(f"A has K={found}, the weight has K={k}", hint="the model is inconsistent")
+
+
+def _rows(a: Dims, transposed: bool) -> Dim:
+    """M: the product of all dimensions of A but the last; symbols are joined by '*'."""
+    if a is None:
+        return None
+    dims = a[-1:] if transposed else a[:-1]
+    if any(d is None for d in dims):
+        return None
+    number, symbols = 1, []
+    for dim in dims:
+        for factor in str(dim).split("*"):
+            if factor.isdigit():
+                number *= int(factor)
+            else:
+                symbols.append(factor)
+    if not symbols or not number:
+        return number
+    return "*".join(([str(number)] if number != 1 else []) + symbols)
+
+
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def _judge(weight: Constant, k: Dim, n: Dim, a: Dims) -> Reason | None:
+    """The first rule of the numbers section that a product breaks."""
+    if weight.dtype == ir.DataType.STRING:
+        raise ModelError("the weight is a tensor of strings", where=weight.name)
+    if weight.reason is not None:
+        return weight.reason
+    if len(weight.shape) == 1:
+        return Reason.VECTOR_OPERAND
+    stacked = any(d != 1 for d in weight.shape[:-2])
+    if stacked or (len(weight.shape) > 2 and a is None):
+        return Reason.BATCHED_WEIGHT
+    if k == 0:
+        return Reason.K_ZERO
+    if n == 0:
+        return Reason.NOT_TILEABLE
+    if isinstance(k, int) and k > K_LIMIT_SYMMETRIC:
+        return Reason.K_TOO_LONG
+    if weight.dtype not in _FLOATS:
+        return Reason.UNSUPPORTED_DTYPE
+    return _judge_root(weight)
+
+
+def _judge_root(weight: Constant) -> Reason | None:
+    """A weight that is already quantized keeps its codes: it is not quantized a second time."""
+    root = weight.root.dtype
+    if root.name.startswith("FLOAT8"):
+        return Reason.FLOAT8
+    if "QuantizeLinear" in weight.chain or "DequantizeLinear" in weight.chain:
+        return Reason.UNSUPPORTED_OP
+    return None
+
+
+def _dtype_name(dtype: ir.DataType) -> str:
+    return {"FLOAT": "float32", "DOUBLE": "float64"}.get(dtype.name, dtype.name.lower())
