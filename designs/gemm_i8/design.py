@@ -6,13 +6,13 @@ dialect level of mlir-aie, which is the layer that two generations of it share; 
 
 How it works, for `rows` x `cols` cores and tiles of m x k x n:
 
-* The output is cut into groups of (rows*m) x (cols*n). Core (row, col) makes tile (row, col) of each group, summing over
-  K in steps of k in an int32 accumulator that stays in its memory.
-* A strip of A (m x K) enters through one shim per row, is cut into m x k elements in a memory tile, and each element goes
-  to all cores of that row at once. A strip of B (K x n) does the same per column. A multicast is one fifo with a list of
-  consumers; never a link from one fifo to several, which would deal the elements out instead.
-* The memory tile's DMA turns a row-major element into 8x8 micro-tiles on its way out (`dimensionsToStream`), the order in
-  which the multiplier wants them; on the way back the joined C tiles of a column are turned into rows again.
+* The output is cut into groups of (rows*m) x (cols*n). Core (row, col) makes tile (row, col) of each group, summing
+  over K in steps of k in an int32 accumulator that stays in its memory.
+* A strip of A (m x K) enters through one shim per row, is cut into m x k elements in a memory tile, and each element
+  goes to all cores of that row at once. A strip of B (K x n) does the same per column. A multicast is one fifo with a
+  list of consumers; never a link from one fifo to several, which would deal the elements out instead.
+* The memory tile's DMA turns a row-major element into 8x8 micro-tiles on its way out (`dimensionsToStream`), the order
+  in which the multiplier wants them; on the way back the joined C tiles of a column are turned into rows again.
 * The sequence begins with `load_pdi`, as a full ELF needs, and works on one group of columns at a time: at most `batch`
   groups of rows are in flight, then their C is awaited.
 
@@ -244,7 +244,7 @@ def _budgets(s: Shape, p: Parameters, target: Any) -> Iterator[tuple[str, int, i
 GROUP_CYCLES = 5000
 """Cost of one group beside its products: launching, waiting, filling the pipeline. An estimate, for ranking only."""
 DESCRIPTOR_CYCLES = 400
-TILE_CYCLES = 100
+TILE_CYCLES = 300
 STREAM_BYTES = 4
 """Bytes that a stream carries in one cycle."""
 

@@ -13,7 +13,7 @@ from onnxpack.shapes import Gemm
 
 Status = Literal["library", "cached", "built", "missing", "failed", "refused"]
 """library: the given library has it. cached: made before from the same inputs. built: compiled now. missing: there is
-no toolchain to make it. failed: the toolchain ran and made nothing usable. refused: no tiling of the design holds it."""
+no toolchain to make it. failed: the toolchain ran and made nothing usable. refused: no tiling of it fits the array."""
 
 
 @dataclass(frozen=True)
