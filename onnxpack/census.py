@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from onnxpack import records
 from onnxpack.graph.load import Model
+from onnxpack.graph.paths import foreign_operators
 from onnxpack.graph.sites import Kind, Site, find_sites
 from onnxpack.reasons import Reason
 from onnxpack.shapes import Gemm
@@ -108,7 +109,7 @@ def take_census(model: Model, kernels: Collection[Gemm] = (), sites: Sequence[Si
         *(kinds.count(kind) for kind in ("weight", "dynamic", "other")),
         *(verdicts.count(verdict) for verdict in _BEST_FIRST),
     )
-    return Census(SCHEMA, model.name, entries, _groups(sites, entries), totals, _foreign(model))
+    return Census(SCHEMA, model.name, entries, _groups(sites, entries), totals, foreign_operators(model.ir.graph))
 
 
 def _entry(site: Site, shapes: set[tuple[int, int]]) -> SiteEntry:
@@ -157,13 +158,3 @@ def _group(key: tuple[Dim, Dim], sites: Sequence[Site], entries: Sequence[SiteEn
         verdict=min(verdicts, key=_BEST_FIRST.index),
         verdicts={v: verdicts.count(v) for v in _BEST_FIRST if v in verdicts},
     )
-
-
-def _foreign(model: Model) -> dict[str, list[str]]:
-    from onnxpack.graph.paths import all_nodes
-
-    found: dict[str, set[str]] = {}
-    for node in all_nodes(model.ir.graph):
-        if node.domain:
-            found.setdefault(node.domain, set()).add(node.op_type)
-    return {domain: sorted(ops) for domain, ops in sorted(found.items())}

@@ -38,6 +38,14 @@ class FieldSpec:
 
 
 @dataclass(frozen=True)
+class View:
+    """An initializer of a decoder: the bytes of one field, seen as `spec` (another type over the same bytes, or not)."""
+
+    field: str
+    spec: FieldSpec
+
+
+@dataclass(frozen=True)
 class Encoded:
     """A weight in a format: its fields under the format's own tensor names."""
 
@@ -70,10 +78,23 @@ class ErrorSums:
         """sqrt(residual / energy); 0 for an all-zero weight."""
         return float(np.sqrt(self.residual / self.energy)) if self.energy else 0.0
 
+    def figures(self) -> dict[str, float]:
+        """What the manifest keeps: 4 significant digits, so that no machine's last bit shows.
+
+        >>> ErrorSums(2.0, 3.0e4).figures()
+        {'relative_rms': 0.008165}
+        """
+        return {"relative_rms": significant(self.relative_rms)}
+
+
+def significant(value: float, digits: int = 4) -> float:
+    """Rounded to significant decimal digits."""
+    return float(f"{value:.{digits}g}")
+
 
 @dataclass(frozen=True)
 class Decoder:
-    """A piece of plain ONNX graph: the fields (inputs, by field name) in, the float32 weight out.
+    """A piece of plain ONNX graph: the views of the fields (inputs, by name) in, the float32 weight out.
 
     `nodes` and `constants` are onnx NodeProtos and TensorProtos in topological order with names local to this piece;
     whoever splices it in prefixes them. `output` is the name of the result, in the format's own orientation.
@@ -94,6 +115,18 @@ class Format(ABC):
     orientation: ClassVar[Orientation]
     min_opset: ClassVar[int] = 13
     """Lowest ai.onnx opset at which `decoder` can be written."""
+    encodes: ClassVar[bool] = True
+    """Whether `encode` works; formats without an encoder can still be decoded."""
+    source: ClassVar[str] = ""
+    """Whose layout it is: project and file that define it."""
+    differs: ClassVar[str] = ""
+    """Where the source document describes something else."""
+    profile: Any = None
+    """The QuantizationProfile that the format is, where it is a declaration."""
+    container: ClassVar[str] = "weights.safetensors"
+    """File of the pack that holds the fields."""
+    takes_any_float: ClassVar[bool] = False
+    """Whether encode_into converts float16, bfloat16 and float64 itself, a block at a time."""
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -103,6 +136,10 @@ class Format(ABC):
     @abstractmethod
     def fields(self, shape: tuple[int, ...]) -> dict[str, FieldSpec]:
         """Stored tensors for a weight of this logical shape. UsageError on an impossible shape."""
+
+    def views(self, shape: tuple[int, ...]) -> dict[str, View]:
+        """The inputs of `decoder`: names of initializers over the stored bytes. By default the fields themselves."""
+        return {name: View(name, spec) for name, spec in self.fields(shape).items()}
 
     @abstractmethod
     def encode_into(self, w: Array, out: Mapping[str, Array]) -> ErrorSums:

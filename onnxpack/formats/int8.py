@@ -26,6 +26,7 @@ class Int8(Format):
     family = "linear"
     orientation = Orientation.KN
     min_opset: ClassVar[int] = 7
+    takes_any_float: ClassVar[bool] = True
 
     def fields(self, shape: tuple[int, ...]) -> dict[str, FieldSpec]:
         if len(shape) != 2:

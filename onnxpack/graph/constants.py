@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from onnxpack.errors import ModelError
 from onnxpack.graph import views
+from onnxpack.graph.paths import path_of
 from onnxpack.graph.tensors import TensorStore, shape_of
 from onnxpack.reasons import Reason
 from onnxpack.types import Array
@@ -115,8 +116,7 @@ class ConstantResolver:
         try:
             shape, dtype = view.result(node, inputs, index, self._small)
         except (ValueError, IndexError, TypeError, KeyError, OverflowError) as error:
-            label = f"node {node.name!r} ({node.op_type})"
-            raise ModelError(f"{error}", where=label) from None
+            raise ModelError(f"{error}", where=path_of(node)) from None
         return Constant(name, shape, dtype, None, node, index, tuple(inputs), reason)
 
     def _initializer(self, value: ir.Value, name: str) -> Constant | None:

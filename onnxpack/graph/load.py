@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,20 @@ class Model:
     graph_sha256: str
     regions: Mapping[str, Region]
     """External data by `check.external_key`."""
+
+    @property
+    def where(self) -> str:
+        """What a message calls the model: its path, or its name when it came as an object."""
+        return str(self.path or self.name)
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Put the model in front of whatever a ModelError raised inside says."""
+        try:
+            yield
+        except ModelError as error:
+            where = self.where if error.where is None else f"{self.where}: {error.where}"
+            raise ModelError(error.what, where=where, hint=error.hint) from None
 
     @property
     def opset(self) -> int:

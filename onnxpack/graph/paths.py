@@ -55,6 +55,15 @@ def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
         stack += [iter(body) for _, body in reversed(bodies(node))]
 
 
+def foreign_operators(graph: ir.Graph) -> dict[str, list[str]]:
+    """Operators outside ai.onnx, by domain."""
+    found: dict[str, set[str]] = {}
+    for node in all_nodes(graph):
+        if node.domain:
+            found.setdefault(node.domain, set()).add(node.op_type)
+    return {domain: sorted(ops) for domain, ops in sorted(found.items())}
+
+
 def bodies(node: ir.Node) -> list[tuple[str, ir.Graph]]:
     """The graphs inside a node (If, Loop, Scan), by attribute name."""
     found: list[tuple[str, ir.Graph]] = []

@@ -20,6 +20,9 @@ from onnxpack.graph.tensors import TensorStore
 from onnxpack.quant.bounds import K_LIMIT_SYMMETRIC
 from onnxpack.reasons import Reason
 
+_MIN_OPSET = 7
+"""Below it elementwise operators do not broadcast as a decoder needs, and onnxruntime has no kernels."""
+
 Kind = Literal["weight", "dynamic", "other"]
 
 
@@ -63,9 +66,10 @@ class Site:
 
 
 def find_sites(model: Model) -> list[Site]:
-    """Every matrix product of the main graph and its bodies, in order of the file."""
+    """Every matrix product of the main graph and its bodies, in order of the file. ModelError on malformed ones."""
     finder = _Finder(model)
-    return [site for node in all_nodes(model.ir.graph) for site in finder.at(node)]
+    with model.located():
+        return [site for node in all_nodes(model.ir.graph) for site in finder.at(node)]
 
 
 class _Finder:
@@ -73,6 +77,7 @@ class _Finder:
         self._main = model.ir.graph
         self._constants = ConstantResolver(TensorStore(model.regions))
         self._shapes = Shapes(model.ir)
+        self._opset_reason = Reason.UNSUPPORTED_OP if model.opset < _MIN_OPSET else None
 
     def at(self, node: ir.Node) -> Iterator[Site]:
         describe = PRODUCTS.get((node.domain, node.op_type))
@@ -99,7 +104,7 @@ class _Finder:
             kind, dtype = "weight", _dtype_name(weight.root.dtype)
             k, n = (product.k, product.n) if product.k is not None else _kn(weight, product.transposed_b)
             _check_k(a_dims, k, product.transposed_a)
-            reason = product.reason or _judge(weight, k, n, a_dims)
+            reason = product.reason or self._opset_reason or _judge(weight, k, n, a_dims)
         bindable = reason is None
         if bindable and node.graph is not self._main:
             reason = Reason.IN_SUBGRAPH
@@ -169,6 +174,8 @@ def _int_attribute(node: ir.Node, name: str) -> int:
 
 def _kn(weight: Constant, transposed: bool) -> tuple[int, int]:
     shape = weight.shape
+    if weight.dtype == ir.DataType.STRING:
+        raise ModelError("the weight is a tensor of strings", where=weight.name)
     if not shape:
         raise ModelError("the weight is a scalar", where=weight.name)
     if len(shape) == 1:
@@ -217,8 +224,6 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 def _judge(weight: Constant, k: Dim, n: Dim, a: Dims) -> Reason | None:
     """The first rule of the numbers section that a product breaks."""
-    if weight.dtype == ir.DataType.STRING:
-        raise ModelError("the weight is a tensor of strings", where=weight.name)
     if weight.reason is not None:
         return weight.reason
     if len(weight.shape) == 1:

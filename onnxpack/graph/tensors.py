@@ -44,12 +44,19 @@ class TensorStore:
             return _unpack(packed, tensor.dtype, shape)
         return _map(region, tensor.dtype.numpy(), shape)
 
+    def raw(self, tensor: ir.TensorProtocol) -> Array:
+        """The bytes of a tensor as they are stored (little endian), uint8 [nbytes]."""
+        region = self.region(tensor)
+        if region is None:
+            return np.frombuffer(tensor.tobytes(), np.uint8)
+        return _map(region, np.dtype(np.uint8), (region.nbytes,))
+
     def digest(self, tensor: ir.TensorProtocol) -> str:
         """sha256 of the stored bytes of an external tensor, read a piece at a time."""
         region = self.region(tensor)
         assert region is not None
         state = hashlib.sha256()
-        data = _map(region, np.dtype(np.uint8), (region.nbytes,))
+        data = self.raw(tensor)
         for start in range(0, region.nbytes, _HASH_PIECE):
             state.update(data[start : start + _HASH_PIECE].data)
         return state.hexdigest()

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from onnxpack.graph.changes import Change
+
 SCHEMA = "onnxpack/pack/1.0"
 """Schema name and version. A reader refuses another major version and ignores keys it does not know."""
 
@@ -110,16 +112,6 @@ class KernelRecord:
     parameters: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     canary: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Change:
-    """One node that packing added, removed or rewrote, and why."""
-
-    action: Literal["added", "removed", "rewritten"]
-    node: str
-    op: str
-    why: str
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""The public functions. Each imports what it needs when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import onnx
+
+    from onnxpack.census import Census
+    from onnxpack.pack.weights import Stored
+    from onnxpack.pipeline import BuildReport
+    from onnxpack.plan import Plan
+    from onnxpack.runtime.session import PackSession
+    from onnxpack.shapes import Gemm
+
+    ModelSource = str | Path | onnx.ModelProto
+
+DEFAULT_WEIGHTS = "int8"
+
+
+def census(model: ModelSource, kernels: str | Path | None = None) -> Census:
+    """List every matrix product of a model, with a reason for each that will not run on the NPU.
+
+    `model`: path of an ONNX file, or a ModelProto. `kernels`: a directory of ELFs, or ``MxKxN[=path],...``.
+    Weights are not read. Raises ModelError, UsageError, KernelError.
+    """
+    from onnxpack.census import take_census
+    from onnxpack.graph.load import load as load_model
+
+    return take_census(load_model(model), _shapes(kernels))
+
+
+def plan(
+    model: ModelSource,
+    kernels: str | Path | None = None,
+    rows: Sequence[int] = (128,),
+    budget: int = 8,
+    weights: str = DEFAULT_WEIGHTS,
+) -> Plan:
+    """Decide how each site runs and how each weight is stored. Pure; weights are not read.
+
+    Raises ModelError, UsageError, KernelError.
+    """
+    from onnxpack.formats.select import Selection
+    from onnxpack.graph.load import load as load_model
+    from onnxpack.plan import make_plan
+
+    return make_plan(load_model(model), Selection.parse(weights), _shapes(kernels), rows)
+
+
+def build(
+    model: ModelSource,
+    out: str | Path,
+    weights: str = DEFAULT_WEIGHTS,
+    plan: Plan | None = None,
+    kernels: str | Path | None = None,
+    elfs_out: str | Path | None = None,
+    force: bool = False,
+    *,
+    on_weight: Callable[[Stored], None] | None = None,
+) -> BuildReport:
+    """Pack a model into the directory `out`, which appears whole or not at all.
+
+    `weights`: a format, or ``pattern=format,...`` over weight names. `plan`: execute exactly this plan instead of
+    making one. `force`: replace an existing pack. `on_weight` is called from worker threads as each weight is done.
+    Raises UsageError (target exists), ModelError, EnvironmentFault (space, permission); then `out` is as it was.
+    """
+    from onnxpack.formats.select import Selection
+    from onnxpack.graph.load import load as load_model
+    from onnxpack.pipeline import run_build
+    from onnxpack.plan import make_plan
+
+    choice, shapes = Selection.parse(weights), _shapes(kernels)
+    loaded = model if isinstance(model, str | Path) else load_model(model)
+    return run_build(
+        loaded,
+        out,
+        lambda loaded, sites: plan if plan is not None else make_plan(loaded, choice, shapes, sites=sites),
+        force=force,
+        on_weight=on_weight,
+    )
+
+
+def load(
+    path: str | Path,
+    device: Literal["auto", "host", "reference", "npu"] = "auto",
+    session_options: Any = None,
+    strict: bool = False,
+    check: Literal["headers", "full"] = "headers",
+) -> PackSession:
+    """Open a pack as a session with the methods of onnxruntime.InferenceSession.
+
+    `check`: "headers" compares manifest, sizes and headers; "full" every digest. `strict`: raise instead of falling
+    back to the host. Raises PackError, EnvironmentFault (device "npu" without one).
+    """
+    from onnxpack.runtime.session import load as load_pack
+
+    return load_pack(path, device, session_options, strict, check)
+
+
+def _shapes(kernels: str | Path | None) -> frozenset[Gemm]:
+    if kernels is None:
+        return frozenset()
+    from onnxpack.kernels.library import parse_kernels
+
+    return parse_kernels(str(kernels)).shapes

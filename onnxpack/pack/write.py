@@ -1,0 +1,188 @@
+"""Write everything of a pack but its manifest into a directory: graph, float data, weights.
+
+The graph is rewritten before a weight is read: sizes are known from shapes alone, so every tensor has its place first
+and its bytes, in threads over tensors, afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpack.graph.changes import Change
+from onnxpack.graph.externalize import drop_unused_initializers, large_tensors, lift_large_constants
+from onnxpack.graph.load import Model
+from onnxpack.graph.paths import foreign_operators
+from onnxpack.graph.rewrite import PackedWeight, rewrite
+from onnxpack.graph.sites import Site
+from onnxpack.graph.tensors import TensorStore, shape_of
+from onnxpack.pack import data as float_data
+from onnxpack.pack import manifest as m
+from onnxpack.pack.container import Layout, create
+from onnxpack.pack.read import GRAPH, file_sha256
+from onnxpack.pack.space import require
+from onnxpack.pack.weights import (
+    Source,
+    Stored,
+    containers,
+    distinct,
+    encode,
+    external_leaves,
+    in_threads,
+    stored_name,
+)
+from onnxpack.types import Array
+
+DATA = "model.data"
+OnWeight = Callable[[Stored], None]
+Clock = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written, for the manifest."""
+
+    stored: dict[str, Stored]
+    aliases: dict[str, str]
+    users: dict[str, list[Site]]
+    changes: list[Change]
+    node_names: dict[str, str]
+    files: list[m.FileRecord]
+    source_digests: dict[str, str]
+    opset: int
+    domains: dict[str, list[str]]
+
+
+def write(
+    draft: Path,
+    model: Model,
+    store: TensorStore,
+    sources: list[Source],
+    users: dict[str, list[Site]],
+    on_weight: OnWeight | None,
+    clock: Clock,
+) -> Written:
+    """Rewrite the model, in place, and write its files into `draft`."""
+    with clock("layout"):
+        aliases = distinct(sources, store)
+        kept = [source for source in sources if aliases[source.name] == source.name]
+        layouts = containers(kept)
+    with clock("graph"):
+        leaves = {name: t for source in sources for name, t in external_leaves(source.constant).items()}
+        packed = _packed_weights(kept, layouts, model.opset)
+        joined = [(packed[s.name], [u for n, us in users.items() if aliases[n] == s.name for u in us]) for s in kept]
+        changes, node_names = rewrite(model, joined)
+        floats = _externalize(model, store, [t for weight in packed.values() for t in weight.tensors.values()], leaves)
+        graph = _serialize(model)
+        (draft / GRAPH).write_bytes(graph)
+        require(draft, sum(plan.nbytes for plan in layouts.values()) + floats.nbytes)
+    with clock("weights"):
+        stored, data_sha, digests = _fill(draft, store, kept, layouts, floats, leaves, on_weight)
+    with clock("digests"):
+        files = [m.FileRecord(GRAPH, len(graph), hashlib.sha256(graph).hexdigest())]
+        if floats.nbytes:
+            files.append(m.FileRecord(DATA, floats.nbytes, data_sha))
+        files += [m.FileRecord(file, plan.nbytes, file_sha256(draft / file)) for file, plan in layouts.items()]
+        files.sort(key=lambda record: record.path)
+    foreign = foreign_operators(model.ir.graph)
+    return Written(stored, aliases, users, changes, node_names, files, digests, model.opset, foreign)
+
+
+def _packed_weights(kept: list[Source], layouts: dict[str, Layout], opset: int) -> dict[str, PackedWeight]:
+    packed = {}
+    for source in kept:
+        made, shape = source.format, source.format_shape
+        places = layouts[made.container].places
+        tensors = {}
+        for name, view in made.views(shape).items():
+            place = places[stored_name(source.name, view.field)]
+            tensors[name] = ir.ExternalTensor(
+                made.container,
+                place.offset,
+                view.spec.nbytes,
+                ir.DataType.from_numpy(view.spec.dtype),
+                shape=ir.Shape(view.spec.shape),
+                name=name,
+            )
+        packed[source.name] = PackedWeight(source.name, tensors, made.decoder(shape, opset), made.orientation)
+    return packed
+
+
+def _externalize(
+    model: Model, store: TensorStore, packed: list[ir.ExternalTensor], leaves: dict[str, ir.TensorProtocol]
+) -> float_data.DataLayout:
+    """Give every large tensor that stays float its place in the data file; remember the external ones among them."""
+    lift_large_constants(model.ir)
+    drop_unused_initializers(model.ir)
+    values = large_tensors(model.ir, {id(tensor) for tensor in packed})
+    tensors = [value.const_value for value in values if value.const_value is not None]
+    leaves.update({t.name or "": t for t in tensors if isinstance(t, ir.ExternalTensor)})
+    plan = float_data.lay_out(tensors, store)
+    for value, tensor in zip(values, tensors, strict=True):
+        offset = plan.offsets[plan.place_of[id(tensor)]]
+        value.const_value = ir.ExternalTensor(
+            DATA,
+            offset,
+            tensor.nbytes,
+            tensor.dtype,
+            shape=ir.Shape(shape_of(tensor)),
+            name=value.name or "",
+        )
+    return plan
+
+
+def _serialize(model: Model) -> bytes:
+    data: bytes = ir.serde.serialize_model(model.ir).SerializeToString(deterministic=True)
+    return data
+
+
+def _fill(
+    draft: Path,
+    store: TensorStore,
+    kept: list[Source],
+    layouts: dict[str, Layout],
+    floats: float_data.DataLayout,
+    leaves: dict[str, ir.TensorProtocol],
+    on_weight: OnWeight | None,
+) -> tuple[dict[str, Stored], str, dict[str, str]]:
+    """Write all bytes: float data, weights, and the digests of what was read, in threads over tensors."""
+    digests: dict[str, str] = {}
+    tasks: list[Callable[[], Any]] = []
+    sizes = []
+    if floats.nbytes:
+        tasks.append(partial(float_data.write, draft / DATA, floats, store))
+        sizes.append(floats.nbytes)
+    with ExitStack() as stack:
+        arrays: dict[str, Array] = {}
+        for file, plan in layouts.items():
+            arrays |= stack.enter_context(create(draft / file, plan))
+        for name, tensor in leaves.items():
+            tasks.append(partial(_digest, store, name, tensor, digests))
+            sizes.append(tensor.nbytes)
+        for source in kept:
+            tasks.append(partial(_encode, source, store, layouts, arrays, on_weight))
+            sizes.append(source.constant.nbytes)
+        results = in_threads(tasks, sizes)
+        arrays.clear()
+    stored = {result.record.name: result for result in results if isinstance(result, Stored)}
+    return stored, results[0] if floats.nbytes else "", digests
+
+
+def _digest(store: TensorStore, name: str, tensor: ir.TensorProtocol, digests: dict[str, str]) -> None:
+    digests[name] = store.digest(tensor)
+
+
+def _encode(
+    source: Source, store: TensorStore, layouts: dict[str, Layout], out: dict[str, Array], on_weight: OnWeight | None
+) -> Stored:
+    made = encode(source, store, layouts, out)
+    if on_weight is not None:
+        on_weight(made)
+    return made

@@ -1,0 +1,217 @@
+"""A build: named passes from a model and a plan to a published pack.
+
+load -> plan -> layout -> graph -> weights -> manifest -> publish
+
+Each pass is a function; the report says how long each took. Nothing of that time is in the pack.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from onnxpack import records
+from onnxpack.errors import ModelError, PackError, UsageError
+from onnxpack.formats.registry import get
+from onnxpack.graph.load import Model, load
+from onnxpack.graph.paths import foreign_operators
+from onnxpack.graph.sites import Site, find_sites
+from onnxpack.graph.tensors import TensorStore
+from onnxpack.pack import manifest as m
+from onnxpack.pack.digest import content_digest, files_digest
+from onnxpack.pack.publish import publishing, refuse_existing
+from onnxpack.pack.read import GRAPH, MANIFEST, open_pack
+from onnxpack.pack.weights import Source
+from onnxpack.pack.write import DATA, OnWeight, Written, write
+from onnxpack.plan import Plan, weights_of
+from onnxpack.reasons import Reason
+
+TARGET = "npu2"
+_VENDOR = "com.amd"
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build did."""
+
+    pack: str
+    content_digest: str
+    files_digest: str
+    weights: list[dict[str, Any]]
+    kernels: list[dict[str, Any]]
+    coverage: m.Coverage
+    seconds: float
+    passes: dict[str, float]
+    bytes_before: int
+    bytes_after: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `build --json` prints."""
+        made = records.to_dict(self)
+        assert isinstance(made, dict)
+        return made
+
+
+@dataclass
+class Clock:
+    """Seconds by pass."""
+
+    passes: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.passes[name] = self.passes.get(name, 0.0) + time.perf_counter() - start
+
+
+def run_build(
+    model: Model | str | Path,
+    out: str | Path,
+    make_plan: Callable[[Model, Sequence[Site]], Plan],
+    *,
+    force: bool = False,
+    on_weight: OnWeight | None = None,
+) -> BuildReport:
+    """Build a pack. UsageError, ModelError or EnvironmentFault leave `out` as it was."""
+    goal, clock = Path(out), Clock()
+    refuse_existing(goal, force)
+    with clock("load"):
+        loaded = model if isinstance(model, Model) else load(model)
+    with clock("plan"):
+        sites = find_sites(loaded)
+        plan = make_plan(loaded, sites)
+        _refuse_unpackable(loaded, sites)
+        store = TensorStore(loaded.regions)
+        sources, users = _sources(loaded, plan, sites)
+    with publishing(goal, force) as draft, loaded.located():
+        written = write(draft, loaded, store, sources, users, on_weight, clock)
+        with clock("manifest"):
+            made = _manifest(loaded, sites, written)
+            _check_plan_is_met(plan, made)
+        with clock("publish"):
+            (draft / MANIFEST).write_text(records.dumps(made, indent=1))
+            open_pack(draft)
+            load(draft / GRAPH)
+    return _report(goal, made, clock)
+
+
+def _refuse_unpackable(model: Model, sites: Sequence[Site]) -> None:
+    foreign = foreign_operators(model.ir.graph)
+    vendor = [f"{domain}.{op}" for domain, ops in foreign.items() if domain.startswith(_VENDOR) for op in ops]
+    where = model.where
+    if vendor:
+        raise ModelError(
+            f"uses vendor operators: {', '.join(vendor[:5])}",
+            where=where,
+            hint="quantize with plain QuantizeLinear/DequantizeLinear (in Quark: A8W8, not BF16, BFP16 or MX types)",
+        )
+    if not any(site.bindable for site in sites):
+        found = ", ".join(sorted({site.reason.value for site in sites if site.reason})) or "there are none"
+        raise ModelError(f"no matrix product of it can be packed: {found}", where=where, hint="see `onnxpack census`")
+
+
+def _sources(model: Model, plan: Plan, sites: Sequence[Site]) -> tuple[list[Source], dict[str, list[Site]]]:
+    """The weights of the plan as they are in this model. UsageError when the plan belongs to another one."""
+    if plan.model != model.graph_sha256:
+        raise UsageError("the plan was made for another model", where=model.name, hint="run `onnxpack plan` again")
+    known = weights_of(model, [site for site in sites if site.bindable])
+    sources, users = [], {}
+    for planned in plan.weights:
+        if planned.name not in known:
+            raise UsageError(
+                f"the plan stores weight {planned.name!r}, which the model does not have", where=model.name
+            )
+        constant, all_users = known[planned.name]
+        chosen = [site for site in all_users if site.path in planned.sites]
+        if len(chosen) != len(planned.sites) or (planned.k, planned.n) != (all_users[0].k, all_users[0].n):
+            raise UsageError(f"the plan does not fit weight {planned.name!r}", where=model.name)
+        made = get(planned.format, **planned.params)
+        sources.append(Source(planned.name, constant, all_users[0].transposed_b, made, len(chosen)))
+        users[planned.name] = chosen
+    return sources, users
+
+
+def _manifest(model: Model, sites: Sequence[Site], written: Written) -> m.Manifest:
+    weight_of = {site.path: written.aliases[name] for name, users in written.users.items() for site in users}
+    made = [_site(site, written.node_names[site.path], weight_of.get(site.path)) for site in sites]
+    tensors = [stored.record for stored in written.stored.values()]
+    digests = {file.path: file.sha256 for file in written.files}
+    weights_sha = hashlib.sha256(records.dumps(sorted(written.source_digests.items())).encode()).hexdigest()
+    return m.Manifest(
+        schema=m.SCHEMA,
+        producer=f"onnxpack {version('onnxpack')}",
+        source=m.SourceRecord(model.name, model.graph_sha256, weights_sha, model.opset),
+        target=TARGET,
+        opset=written.opset,
+        domains=written.domains,
+        tensors=tensors,
+        sites=made,
+        kernels=[],
+        coverage=_coverage(made),
+        changes=written.changes,
+        files=written.files,
+        content_digest=content_digest(digests[GRAPH], digests.get(DATA, ""), tensors, made, []),
+        files_digest=files_digest(written.files),
+    )
+
+
+def _site(site: Site, node: str, weight: str | None) -> m.SiteRecord:
+    reason = site.reason or Reason.NO_KERNEL
+    return m.SiteRecord(
+        site.path, node, site.op, site.kind, site.m, site.k, site.n, site.dtype, weight, None, reason.value
+    )
+
+
+def _coverage(sites: Sequence[m.SiteRecord]) -> m.Coverage:
+    weight = [site for site in sites if site.kind == "weight"]
+    return m.Coverage(
+        len(sites),
+        len(weight),
+        sum(site.weight is not None for site in sites),
+        sum(site.kernel is not None for site in sites),
+    )
+
+
+def _check_plan_is_met(plan: Plan, made: m.Manifest) -> None:
+    """Every planned site is bound, to a weight in the planned format: what was promised is what was written."""
+    formats = {tensor.name: tensor.format for tensor in made.tensors}
+    bound = {site.path: formats[site.weight] for site in made.sites if site.weight is not None}
+    wanted = {path: weight.format for weight in plan.weights for path in weight.sites}
+    if bound != wanted:
+        raise PackError("the pack does not hold what the plan says", hint="this is a bug; please report it")
+
+
+def _report(goal: Path, made: m.Manifest, clock: Clock) -> BuildReport:
+    weights = [
+        {
+            "name": tensor.name,
+            "shape": list(tensor.shape),
+            "format": tensor.format,
+            "bytes_before": tensor.source_nbytes,
+            "bytes_after": sum(stored.nbytes for stored in tensor.fields.values()),
+            **tensor.error,
+        }
+        for tensor in made.tensors
+    ]
+    passes = {name: round(seconds, 4) for name, seconds in clock.passes.items()}
+    return BuildReport(
+        str(goal),
+        made.content_digest,
+        made.files_digest,
+        weights,
+        [],
+        made.coverage,
+        round(sum(clock.passes.values()), 4),
+        passes,
+        sum(tensor.source_nbytes for tensor in made.tensors),
+        sum(stored.nbytes for tensor in made.tensors for stored in tensor.fields.values()),
+    )
