@@ -13,9 +13,13 @@ import importlib
 from typing import Any
 
 _WHERE = {
+    "ElfReport": "elf_report",
     "Kernel": "library",
     "Library": "library",
     "Record": "library",
+    "check": "elf_report",
+    "ensure": "generate",
+    "inspect": "elf_report",
     "parse_kernels": "library",
 }
 """Public name to the module of this package that defines it."""
