@@ -1,0 +1,119 @@
+"""`onnxpack inspect`: what a pack holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onnxpack.errors import UsageError
+
+if TYPE_CHECKING:
+    from onnxpack.pack.manifest import TensorRecord
+    from onnxpack.pack.read import Pack
+
+
+@click.command("inspect")
+@click.argument("pack", type=click.Path())
+@click.option("--tensor", metavar="NAME", help="Show one packed weight.")
+@click.option("--changes", is_flag=True, help="List every node that packing added, removed or rewrote.")
+@click.option("--sites", is_flag=True, help="List every matrix product and where it runs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(pack: str, tensor: str | None, changes: bool, sites: bool, as_json: bool) -> None:
+    """Show what PACK holds: source, files, weights, sites, digests."""
+    from onnxpack import records
+    from onnxpack.cli.output import print_json
+    from onnxpack.pack.read import open_pack
+
+    opened = open_pack(pack)
+    if tensor is not None:
+        record = _find(opened, tensor)
+        if as_json:
+            print_json(records.to_dict(record))
+        else:
+            _print_tensor(opened, record)
+    elif as_json:
+        chosen: Any = opened.manifest.changes if changes else opened.manifest.sites if sites else opened.manifest
+        print_json(records.to_dict(chosen))
+    elif changes:
+        _print_changes(opened)
+    elif sites:
+        _print_sites(opened)
+    else:
+        _print_pack(opened)
+
+
+def _find(pack: Pack, name: str) -> TensorRecord:
+    try:
+        return pack.tensors[name]
+    except KeyError:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, pack.tensors, 3)
+        hint = f"did you mean {', '.join(near)}?" if near else f"`onnxpack inspect {pack.path}` lists them"
+        raise UsageError(f"no packed weight is called {name!r}", where=str(pack.path), hint=hint) from None
+
+
+def _print_pack(pack: Pack) -> None:
+    from onnxpack.cli.output import human_bytes, print_table
+
+    m = pack.manifest
+    click.echo(f"{m.schema}, made by {m.producer} from {m.source.name}, opset {m.opset}, for target {m.target}\n")
+    weights = [
+        (
+            t.name,
+            "x".join(map(str, t.shape)),
+            t.format,
+            human_bytes(t.source_nbytes),
+            human_bytes(sum(f.nbytes for f in t.fields.values())),
+            *(f"{value:g}" for value in list(t.error.values())[:1]),
+        )
+        for t in m.tensors
+    ]
+    print_table(("weight", "K x N", "format", "before", "after", "relative rms"), weights, right=(3, 4, 5))
+    click.echo()
+    print_table(("file", "bytes", "sha256"), [(f.path, f.nbytes, f.sha256[:16]) for f in m.files], right=(1,))
+    c = m.coverage
+    click.echo(f"\n{c.sites} products, {c.weight} with a weight, {c.bound} bound to int8, {c.covered} on a kernel")
+    for domain, operators in m.domains.items():
+        click.echo(f"operators of domain {domain} (from the source): {', '.join(operators)}")
+    click.echo(f"content digest: {m.content_digest}\nfiles digest:   {m.files_digest}")
+
+
+def _print_tensor(pack: Pack, record: TensorRecord) -> None:
+    from onnxpack.cli.output import print_table
+
+    shape = "x".join(map(str, record.shape))
+    click.echo(f"{record.name}: {shape} in format {record.format}, from {record.source} ({record.source_nbytes} bytes)")
+    for name, value in record.error.items():
+        click.echo(f"{name.replace('_', ' ')} against the source: {value:g}")
+    rows = [
+        (name, f.dtype, "x".join(map(str, f.shape)), f.file, f.offset, f.nbytes, f.sha256[:16])
+        for name, f in record.fields.items()
+    ]
+    print_table(("field", "type", "shape", "file", "offset", "bytes", "sha256"), rows, right=(4, 5))
+    users = [site.path for site in pack.manifest.sites if site.weight == record.name]
+    click.echo(f"used by {', '.join(users)}")
+
+
+def _print_changes(pack: Pack) -> None:
+    from onnxpack.cli.output import print_table
+
+    print_table(("change", "operator", "node", "why"), [(c.action, c.op, c.node, c.why) for c in pack.manifest.changes])
+
+
+def _print_sites(pack: Pack) -> None:
+    from onnxpack.cli.output import print_table, unknown
+
+    rows = [
+        (
+            s.path,
+            s.op,
+            f"{unknown(s.m)} x {unknown(s.k)} x {unknown(s.n)}",
+            s.weight or "-",
+            s.kernel or "-",
+            s.reason or "",
+        )
+        for s in pack.manifest.sites
+    ]
+    print_table(("site", "operator", "M x K x N", "weight", "kernel", "reason"), rows)
