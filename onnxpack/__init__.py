@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +22,18 @@ _API = ("build", "census", "load", "plan")
 _MODULES = ("errors", "formats", "kernels")
 
 __all__ = ["__version__", "build", "census", "errors", "formats", "kernels", "load", "plan"]
+
+
+class _Package(ModuleType):
+    """Keeps `onnxpack.census` and `onnxpack.plan` functions: importing the modules of those names, as Python does it,
+    would put the modules in their place from then on."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _API or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
