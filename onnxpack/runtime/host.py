@@ -1,0 +1,60 @@
+"""The host device: the whole graph, lowered to integer operators, as one onnxruntime session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnxruntime as ort
+
+from onnxpack.pack.read import Pack
+from onnxpack.runtime.isolate import main_products
+from onnxpack.runtime.lower import Lowered
+from onnxpack.runtime.opening import Opener
+from onnxpack.runtime.prepare import Weights, isolated_graph, lower_graph
+from onnxpack.runtime.trace import Placed, SymbolRows
+
+
+def host_model(pack: Pack) -> tuple[bytes, Lowered]:
+    """The whole graph, lowered, as bytes that hold no packed weight, and what its session must be given."""
+    model, constants = isolated_graph(pack)
+    lowered = lower_graph(model, Weights(pack), constants)
+    return model.SerializeToString(), lowered
+
+
+class HostEngine:
+    """Runs a pack on the host device."""
+
+    def __init__(self, pack: Pack, opener: Opener) -> None:
+        model, constants = isolated_graph(pack)
+        main = {product.node for product in main_products(model)}
+        lowered = lower_graph(model, Weights(pack), constants)
+        self._opened = opener(model.SerializeToString(), lowered)
+        bound = [site for site in pack.manifest.sites if site.weight is not None]
+        self.placed = [Placed(site, "host", site.node in main) for site in bound]
+        self._inputs = {value.name: list(value.shape) for value in self.signature.get_inputs()}
+
+    @property
+    def signature(self) -> ort.InferenceSession:
+        """A session with the inputs, outputs and metadata of the pack's graph."""
+        return self._opened.session
+
+    def run(
+        self, output_names: Sequence[str] | None, feeds: Mapping[str, Any], run_options: ort.RunOptions | None
+    ) -> tuple[list[Any], SymbolRows]:
+        """The outputs, and the row counts that the fed shapes tell."""
+        results = self._opened.session.run(output_names, feeds, run_options)
+        return list(results), SymbolRows(self._symbols(feeds))
+
+    def _symbols(self, feeds: Mapping[str, Any]) -> dict[str, int]:
+        bound: dict[str, int] = {}
+        for name, fed in feeds.items():
+            shape = fed.shape() if callable(getattr(fed, "shape", None)) else getattr(fed, "shape", ())
+            for dim, size in zip(self._inputs.get(name, ()), shape, strict=False):
+                if isinstance(dim, str):
+                    bound[dim] = int(size)
+        return bound
+
+    def end_profiling(self) -> str:
+        """Name of the profile file, as in onnxruntime."""
+        return str(self._opened.session.end_profiling())

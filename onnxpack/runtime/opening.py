@@ -1,0 +1,53 @@
+"""Open onnxruntime sessions over rewritten model bytes whose weights lie in a pack's folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+from onnxpack.errors import PackError
+from onnxpack.runtime.lower import Lowered
+from onnxpack.runtime.options import session_options
+from onnxpack.runtime.probe import needs_precision
+
+PROVIDERS = ["CPUExecutionProvider"]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A session, and what must live as long as it: onnxruntime does not keep numpy memory alive."""
+
+    session: ort.InferenceSession
+    owners: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Opener:
+    """How the sessions of one PackSession are opened."""
+
+    folder: Path
+    options: ort.SessionOptions | None
+
+    def __call__(self, model: bytes, lowered: Lowered | None = None) -> Opened:
+        """A session over `model`; PackError with onnxruntime's own first line when it refuses.
+
+        EnvironmentFault when the model has integer products that this CPU cannot do exactly.
+        """
+        precise = lowered is not None and lowered.products > 0 and needs_precision()
+        options = session_options(self.options, str(self.folder.resolve()), precise=precise)
+        owners: list[Any] = []
+        for name, array in ({} if lowered is None else lowered.arrays).items():
+            value = ort.OrtValue.ortvalue_from_numpy(array)
+            options.add_initializer(name, value)
+            owners += [array, value]
+        try:
+            session = ort.InferenceSession(model, options, providers=PROVIDERS)
+        except Exception as error:  # onnxruntime's exceptions have no base class but this one
+            if type(error).__module__.partition(".")[0] not in ("onnxruntime", "builtins"):
+                raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise PackError(f"onnxruntime refuses the graph: {reason}", where=str(self.folder)) from error
+        return Opened(session, tuple(owners))
