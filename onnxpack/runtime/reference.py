@@ -25,7 +25,7 @@ from onnxpack.runtime.graphs import Names
 from onnxpack.runtime.isolate import Product, main_products
 from onnxpack.runtime.opening import Opened, Opener
 from onnxpack.runtime.operands import Operand
-from onnxpack.runtime.prepare import Weights, isolated_graph, lower_graph, read_graph
+from onnxpack.runtime.prepare import Weights, isolated_graph, lower_graph
 from onnxpack.runtime.trace import CountedRows, Placed
 
 _BAND_BYTES = 64 << 20  # of float64 weight at a time
@@ -84,9 +84,8 @@ class ReferenceEngine:
     """Runs a pack on the reference device."""
 
     def __init__(self, pack: Pack, opener: Opener) -> None:
-        self._pack, self._opener = pack, opener
-        self.signature = _signature(pack, opener)
-        """A session with the inputs, outputs and metadata of the pack's graph; it never runs."""
+        self._opener = opener
+        self._weights = Weights(pack)
         model, _ = isolated_graph(pack)
         main = {product.node: product for product in main_products(model)}
         bound = [site for site in pack.manifest.sites if site.weight is not None]
@@ -96,25 +95,26 @@ class ReferenceEngine:
         self._no_numpy: dict[str, TypeProto] = {}
         """Values that cross as float32, with their real types."""
         self._steps = self._open(model, main)
+        self._whole = _signature(model, opener, self._weights)
         self._last_use = self._last_uses()
 
     def _open(self, model: onnx.ModelProto, main: Mapping[str, Product]) -> list[_Piece | _Call]:
-        weights, steps = Weights(self._pack), list[_Piece | _Call]()
+        steps = list[_Piece | _Call]()
         types: dict[str, TypeProto] = {value.name: value.type for value in model.graph.input}
         for step in cut(model, main.keys()):
             if isinstance(step, Segment):
-                steps.append(self._piece(model, step, types, weights))
+                steps.append(self._piece(model, step, types))
                 continue
             for index in step.nodes:
                 product = main[model.graph.node[index].name]
-                weight = weights(product.weight)
+                weight = self._weights(product.weight)
                 steps.append(_Call(product, weight))
                 types[product.y] = _product_type(types[product.a], weight.codes.shape[1])
         return steps
 
-    def _piece(self, model: onnx.ModelProto, segment: Segment, types: dict[str, TypeProto], weights: Weights) -> _Piece:
+    def _piece(self, model: onnx.ModelProto, segment: Segment, types: dict[str, TypeProto]) -> _Piece:
         part = segment_model(model, segment, types)
-        lowered = lower_graph(part, weights)
+        lowered = lower_graph(part, self._weights)
         arriving = cast_inputs(part, [name for name in segment.inputs if name in self._no_numpy])
         opened = self._opener(part.SerializeToString(), lowered)
         leaving: list[str] = []
@@ -140,6 +140,11 @@ class ReferenceEngine:
             freed.append(tuple(name for name in dict.fromkeys(used) if name not in kept))
             kept.update(used)
         return freed[::-1]
+
+    @property
+    def signature(self) -> ort.InferenceSession:
+        """A session with the inputs, outputs and metadata of the pack's graph; it never runs."""
+        return self._whole.session
 
     def run(
         self, output_names: Sequence[str] | None, feeds: Mapping[str, Any], run_options: ort.RunOptions | None
@@ -176,12 +181,15 @@ def _product_type(a: TypeProto, n: int) -> TypeProto:
     return made
 
 
-def _signature(pack: Pack, opener: Opener) -> ort.InferenceSession:
-    """The pack's graph as it is, opened at no cost: nothing folded, nothing prepacked, weights mapped."""
+def _signature(model: onnx.ModelProto, opener: Opener, weights: Weights) -> Opened:
+    """The whole graph, lowered, opened at little cost: nothing folded, nothing prepacked, weights mapped."""
+    whole = onnx.ModelProto()
+    whole.CopyFrom(model)
+    lowered = lower_graph(whole, weights)
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
-    return Opener(opener.folder, options)(read_graph(pack).SerializeToString()).session
+    return Opener(opener.folder, options)(whole.SerializeToString(), lowered)
 
 
 def _door(model: onnx.ModelProto, opener: Opener) -> tuple[Opened, str]:
