@@ -1,7 +1,7 @@
 """Quantization formats: how a weight's bytes are laid out.
 
->>> names()
-['int8']
+>>> [name for name in names() if name.endswith("_k")]
+['q2_k', 'q3_k', 'q4_k', 'q5_k', 'q6_k']
 >>> import numpy as np
 >>> get("int8").encode(np.eye(2, dtype=np.float32)).fields["codes"].tolist()
 [[127, 0], [0, 127]]

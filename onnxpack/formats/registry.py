@@ -9,9 +9,40 @@ from onnxpack.errors import UsageError
 from onnxpack.formats.base import Format
 
 _TABLE: dict[str, str] = {
+    "fp8_e4m3": "onnxpack.formats.floats:Fp8E4M3",
+    "int4_symmetric": "onnxpack.formats.linear:Int4Symmetric",
     "int8": "onnxpack.formats.int8:Int8",
+    "int8_per_channel": "onnxpack.formats.linear:Int8PerChannel",
+    "int8_symmetric": "onnxpack.formats.linear:Int8Symmetric",
+    "iq1_s": "onnxpack.formats.iq:Iq1S",
+    "iq4_nl": "onnxpack.formats.iq:Iq4Nl",
+    "log": "onnxpack.formats.logarithmic:Log",
+    "matmulnbits": "onnxpack.formats.matmulnbits:MatMulNBits",
+    "mxfp4": "onnxpack.formats.floats:Mxfp4",
+    "mxfp4_ggml": "onnxpack.formats.floats:Mxfp4Ggml",
+    "mxfp6_e2m3": "onnxpack.formats.floats:Mxfp6E2M3",
+    "mxfp6_e3m2": "onnxpack.formats.floats:Mxfp6E3M2",
+    "nf4": "onnxpack.formats.codebooks:Nf4",
+    "nvfp4": "onnxpack.formats.floats:Nvfp4",
+    "nvfp4_ggml": "onnxpack.formats.floats:Nvfp4Ggml",
+    "q1_0": "onnxpack.formats.codebooks:Q10",
+    "q2_k": "onnxpack.formats.kquants:Q2K",
+    "q3_k": "onnxpack.formats.kquants:Q3K",
+    "q4_k": "onnxpack.formats.kquants:Q4K",
+    "q4nx": "onnxpack.formats.q4nx:Q4NX",
+    "q5_k": "onnxpack.formats.kquants:Q5K",
+    "q6_k": "onnxpack.formats.kquants:Q6K",
+    "stq1_0": "onnxpack.formats.ternary:Stq10",
+    "ternary": "onnxpack.formats.ternary:Ternary",
+    "tq1_0": "onnxpack.formats.ternary:Tq10",
+    "tq2_0": "onnxpack.formats.ternary:Tq20",
+    "xnor": "onnxpack.formats.codebooks:Xnor",
 }
 """Name to "module:class"; a module is imported when its format is first asked for."""
+
+
+_ALIASES = {"hand_log": "log", "hand_xnor": "xnor"}
+"""Other names that `get` understands: the stems of hand-derived vectors."""
 
 
 def names() -> list[str]:
@@ -22,7 +53,7 @@ def names() -> list[str]:
 def get(name: str, **params: Any) -> Format:
     """The format called `name`, with its parameters. UsageError for an unknown name or parameter."""
     try:
-        module, cls = _TABLE[name].split(":")
+        module, cls = _TABLE[_ALIASES.get(name, name)].split(":")
     except KeyError:
         raise UsageError(f"no format is called {name!r}", hint="`onnxpack formats` lists them") from None
     try:

@@ -1,0 +1,242 @@
+"""What the codes of a block mean, written once for numpy and for ONNX.
+
+`evaluate` walks a profile and asks an `Ops` for each step; NumpyOps computes, OnnxOps emits nodes. So a format's
+decoder in a graph is its decoder here, operation for operation: same order, same roundings.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from onnxpack.errors import UsageError
+from onnxpack.formats.datatypes import float_table
+from onnxpack.formats.layout import Role
+from onnxpack.formats.profiles import (
+    Codebook,
+    FloatingPointUniform,
+    LinearUniform,
+    LogUniform,
+    Parameter,
+    QuantizationProfile,
+    StructuredBlockUniform,
+)
+
+V = TypeVar("V")
+F32 = npt.NDArray[np.float32]
+
+
+class Ops(Protocol[V]):
+    """The operations a decoder is made of. Values have the shape [rows, blocks, ...]; only `...` is named in calls."""
+
+    def codes(self, name: str) -> V:
+        """Integer codes [rows, blocks, count] of a field or view."""
+
+    def numbers(self, name: str) -> V:
+        """float32 numbers [rows or 1, blocks or 1, count] of a serialized parameter's field or view."""
+
+    def index(self, terms: list[tuple[V, int]]) -> V:
+        """Sum of codes times multipliers."""
+
+    def table(self, values: F32, index: V) -> V:
+        """values[index]; a table of vectors adds a last axis."""
+
+    def to_float(self, codes: V, signed_bits: int) -> V:
+        """float32 of codes; `signed_bits` > 0: of two's complement numbers of that many bits."""
+
+    def reshape(self, value: V, tail: tuple[int, ...]) -> V:
+        """New shape after rows and blocks."""
+
+    def permute(self, value: V, perm: tuple[int, ...]) -> V:
+        """Reorder the axes after rows and blocks."""
+
+    def multiply(self, a: V, b: V) -> V:
+        """a * b in float32, broadcast."""
+
+    def divide(self, a: V, b: V) -> V:
+        """a / b."""
+
+    def add(self, a: V, b: V) -> V:
+        """a + b."""
+
+    def subtract(self, a: V, b: V) -> V:
+        """a - b."""
+
+    def constant(self, value: float) -> V:
+        """A float32 scalar."""
+
+
+def evaluate(profile: QuantizationProfile, ops: Ops[V]) -> V:
+    """Decoded values [rows, blocks, block_size] of a profile that has a layout."""
+    return _Evaluation(profile, ops).run()
+
+
+def is_evaluable(profile: QuantizationProfile) -> bool:
+    """Whether `evaluate` knows the profile's kinds (the others have a decoder of their own)."""
+    return profile.block is not None and isinstance(
+        profile.leaf.value,
+        LinearUniform | Codebook | FloatingPointUniform | LogUniform | StructuredBlockUniform,
+    )
+
+
+class _Evaluation(Generic[V]):
+    def __init__(self, profile: QuantizationProfile, ops: Ops[V]) -> None:
+        layout = profile.block
+        assert layout is not None
+        self.profile, self.ops, self.layout = profile, ops, layout
+        self.groups = _groups(profile)
+
+    def run(self) -> V:
+        leaf = self.profile.leaf.value
+        if isinstance(leaf, StructuredBlockUniform):
+            value = self.structured(leaf)
+        elif isinstance(leaf, LinearUniform):
+            value = self.linear(leaf)
+        elif isinstance(leaf, Codebook):
+            value = self.codebook(leaf)
+        elif isinstance(leaf, FloatingPointUniform):
+            value = self.floating(leaf)
+        elif isinstance(leaf, LogUniform):
+            value = self.log(leaf)
+        else:
+            raise UsageError(f"a {self.profile.leaf.kind} profile has no decoder of its own")
+        return self.ops.reshape(value, (self.layout.block_size,))
+
+    def frame(self, value: V) -> V:
+        """[.., block_size] as [.., groups, values per group], so that parameters broadcast."""
+        return self.ops.reshape(value, (self.groups, self.layout.block_size // self.groups))
+
+    def parameter(self, p: Parameter) -> V:
+        """A parameter as [.., groups or 1, 1]."""
+        ops = self.ops
+        value = ops.table(padded(p.levels), ops.codes(p.field)) if p.levels else ops.numbers(p.field)
+        value = ops.reshape(value, (_count(self.layout.find(p.field)), 1))
+        if p.offset:
+            value = ops.subtract(value, ops.constant(p.offset))
+        if p.parent is not None:
+            parent = self.parameter(p.parent)
+            value = ops.divide(value, parent) if p.divide else ops.multiply(value, parent)
+        return ops.add(value, self.parameter(p.bias)) if p.bias is not None else value
+
+    def scaled(self, value: V, leaf: LinearUniform | Codebook | FloatingPointUniform) -> V:
+        ops = self.ops
+        if leaf.scale is not None:
+            return ops.multiply(value, self.parameter(leaf.scale))
+        if not isinstance(leaf, FloatingPointUniform):
+            if leaf.scale_float is not None:
+                return ops.multiply(value, ops.constant(leaf.scale_float))
+            if leaf.scale_int is not None:
+                return ops.multiply(value, ops.constant(math.ldexp(1.0, leaf.scale_int)))
+        return value
+
+    def linear(self, leaf: LinearUniform) -> V:
+        ops = self.ops
+        if leaf.storage_type.is_float:
+            raise UsageError("float codes are a floating_point profile's")
+        value = self.frame(ops.to_float(ops.codes(leaf.codes), leaf.bits if leaf.storage_type.signed else 0))
+        if leaf.zero is not None:
+            value = ops.subtract(value, self.parameter(leaf.zero))
+        elif leaf.zero_point:
+            value = ops.subtract(value, ops.constant(leaf.zero_point))
+        value = self.scaled(value, leaf)
+        return ops.subtract(value, self.parameter(leaf.minimum)) if leaf.minimum is not None else value
+
+    def codebook(self, leaf: Codebook) -> V:
+        ops = self.ops
+        if leaf.num_codebooks > 1:
+            raise UsageError("additive codebooks have a decoder of their own")
+        value = self.frame(ops.table(padded(leaf.codebook_data, leaf.vector_size), ops.codes(leaf.codes)))
+        if leaf.shift is not None:
+            value = ops.add(value, self.parameter(leaf.shift))
+        return self.scaled(value, leaf)
+
+    def floating(self, leaf: FloatingPointUniform) -> V:
+        bits = (leaf.sign_bits, leaf.exponent_bits, leaf.mantissa_bits)
+        table = float_table(*bits, leaf.exponent_bias, leaf.has_inf, leaf.has_nan)
+        return self.scaled(self.frame(self.ops.table(table, self.ops.codes(leaf.codes))), leaf)
+
+    def log(self, leaf: LogUniform) -> V:
+        ops = self.ops
+        index = ops.codes(leaf.codes)
+        if leaf.signs:
+            index = ops.index([(index, 1), (ops.codes(leaf.signs), 1 << leaf.bits)])
+        return self.frame(ops.table(log_table(leaf), index))
+
+    def structured(self, leaf: StructuredBlockUniform) -> V:
+        ops, size = self.ops, self.layout.block_size
+        if leaf.codebook_data:
+            value = self.looked_up(leaf)
+        else:
+            field = leaf.by_role(Role.VALUES)
+            if field is None:
+                raise UsageError("a structured block without a codebook has VALUES")
+            value = ops.to_float(ops.codes(field.name), field.bit_width if field.data_type.signed else 0)
+        value = ops.reshape(value, (1, size))
+        for role, step in ((Role.ZERO_POINT, ops.subtract), (Role.SCALE, ops.multiply), (Role.BIAS, ops.add)):
+            field = leaf.by_role(role)
+            if field is not None:
+                value = step(value, ops.reshape(ops.numbers(field.name), (field.count, 1)))
+        return value
+
+    def looked_up(self, leaf: StructuredBlockUniform) -> V:
+        ops, length = self.ops, leaf.codebook_vector_size
+        terms = [(ops.codes(f.name), t.multiplier) for t in leaf.index_formula if (f := leaf.by_role(t.field))]
+        value = ops.table(padded(leaf.codebook_data, length), ops.index(terms))
+        if leaf.scatter is None:
+            return value
+        s = leaf.scatter
+        chunks = self.layout.block_size // s.group_size
+        value = ops.reshape(value, (chunks, s.group_size // s.vector_size, s.vector_size))
+        return ops.permute(value, (0, 2, 1))
+
+
+def _groups(profile: QuantizationProfile) -> int:
+    """Parameter groups in a block: tiles inside the tile, else what the parameters' own counts say."""
+    layout = profile.block
+    assert layout is not None
+    counts = {1}
+    for parameter in getattr(profile.leaf.value, "parameters", {}).values():
+        counts |= {_count(layout.find(p.field)) for _, p in parameter.walk("")} if parameter else set()
+    groups = max(counts)
+    whole = all(groups % c == 0 for c in counts) and layout.block_size % groups == 0
+    if not whole or any(c not in (1, groups) for c in counts):
+        raise UsageError(f"parameters of {sorted(counts)} values a block do not share groups")
+    return groups
+
+
+def _count(item: Any) -> int:
+    from onnxpack.formats.layout import BlockField, Per
+
+    if isinstance(item, BlockField) and item.per is Per.ROW_TILES:
+        return 1
+    return int(item.count)
+
+
+@functools.lru_cache(maxsize=32)
+def padded(values: tuple[float, ...], vector: int = 0) -> F32:
+    """A codebook as a float32 table, filled up with zeros to a power of two: no index of its width lies outside."""
+    table = np.asarray(values, np.float32)
+    if vector > 1:
+        table = table.reshape(-1, vector)
+    full = 1 << (len(table) - 1).bit_length()
+    if full > len(table):
+        table = np.concatenate([table, np.zeros((full - len(table), *table.shape[1:]), np.float32)])
+    table.setflags(write=False)
+    return table
+
+
+@functools.lru_cache(maxsize=32)
+def log_table(leaf: LogUniform) -> F32:
+    """sign * base ** (code + offset) of every code, the sign bit on top."""
+    exponents = np.arange(1 << leaf.code_bits) + leaf.offset
+    whole = leaf.base == 2 and float(leaf.offset).is_integer()
+    values = np.ldexp(1.0, exponents.astype(np.int64)) if whole else np.float_power(leaf.base, exponents)
+    with np.errstate(over="ignore"):
+        table = values.astype(np.float32)
+    table = np.concatenate([table, -table]) if leaf.has_sign else table
+    table.setflags(write=False)
+    return table
