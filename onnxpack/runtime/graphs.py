@@ -92,7 +92,7 @@ def import_domain(model: onnx.ModelProto, domain: str, version: int = 1) -> None
 
 
 class Names:
-    """Names that are still free, over the main graph and all bodies."""
+    """Names that are still free, over the main graph and all bodies. PackError for a name that is not text."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._taken: set[str] = set()
@@ -102,7 +102,11 @@ class Names:
             self._taken.update(tensor.values.name for tensor in graph.sparse_initializer)
             for node in graph.node:
                 self._taken.add(node.name)
+                self._taken.update(node.input)
                 self._taken.update(node.output)
+        # protobuf hands out bytes where a string is not UTF-8.
+        if not all(isinstance(name, str) for name in self._taken):
+            raise PackError("a name in the graph is not UTF-8", hint="build the pack again")
 
     def fresh(self, wanted: str) -> str:
         """`wanted`, or `wanted` with the first free number behind it; taken from now on."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import NodeProto, TensorProto, helper
+from onnx import AttributeProto, NodeProto, TensorProto, helper
 
 from onnxpack.errors import PackError
 from onnxpack.pack.manifest import SiteRecord
@@ -68,6 +68,8 @@ def isolate(model: onnx.ModelProto, sites: Iterable[SiteRecord], constants: Cons
     found = {}
     for scope in walk(model.graph):
         for node in scope[-1].node:
+            if node.domain == DOMAIN:
+                raise PackError(f"node {node.name!r} is of domain {DOMAIN!r}, which no file may use", where=where)
             if node.name in wanted:
                 if node.name in found:
                     raise PackError(f"two nodes are called {node.name!r}", where=where)
@@ -104,7 +106,9 @@ def _float_type(types: ElementTypes, scope: Scope, node: NodeProto, where: str) 
 def _attribute(node: NodeProto, name: str, default: float) -> float:
     for attribute in node.attribute:
         if attribute.name == name:
-            return float(helper.get_attribute_value(attribute))
+            if attribute.type not in (AttributeProto.FLOAT, AttributeProto.INT):
+                raise PackError(f"attribute {name} is not a number", where=f"node {node.name}")
+            return float(attribute.f if attribute.type == AttributeProto.FLOAT else attribute.i)
     return default
 
 

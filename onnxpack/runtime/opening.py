@@ -44,7 +44,9 @@ class Opener:
             options.add_initializer(name, value)
             owners += [array, value]
         try:
-            session = ort.InferenceSession(model, options, providers=PROVIDERS)
+            session = ort.InferenceSession(model, options, providers=PROVIDERS, enable_fallback=0)
+        except MemoryError:
+            raise
         except Exception as error:  # onnxruntime's exceptions have no base class but this one
             if type(error).__module__.partition(".")[0] not in ("onnxruntime", "builtins"):
                 raise

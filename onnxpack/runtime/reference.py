@@ -171,7 +171,7 @@ class ReferenceEngine:
 
 
 def _product_type(a: TypeProto, n: int) -> TypeProto:
-    if not a.tensor_type.HasField("shape"):
+    if not a.tensor_type.shape.dim:
         return tensor_type(TensorProto.FLOAT, None)
     made = TypeProto()
     made.CopyFrom(a)

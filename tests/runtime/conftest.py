@@ -22,6 +22,7 @@ from onnxpack.pack.manifest import (
     Coverage,
     FieldRecord,
     FileRecord,
+    KernelRecord,
     Manifest,
     SiteRecord,
     SourceRecord,
@@ -51,7 +52,7 @@ class Draft:
     m: int | str | None = None
     codes: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
     """Codes and scales by weight, where a test wants its own instead of quantized ones."""
-    kernels: bool = False
+    kernels: Sequence[KernelRecord] = ()
     functions: Sequence[onnx.FunctionProto] = ()
     value_info: Sequence[onnx.ValueInfoProto] = ()
 
@@ -119,7 +120,7 @@ class Draft:
             domains={},
             tensors=tensors,
             sites=sites,
-            kernels=[],
+            kernels=list(self.kernels),
             coverage=Coverage(len(sites), len(sites), bound, 0),
             changes=[],
             files=files,
@@ -170,17 +171,11 @@ def _places(file: Path) -> dict[str, FieldRecord]:
 
 
 @pytest.fixture(scope="session")
-def draft() -> type[Draft]:
-    return Draft
-
-
-@pytest.fixture(scope="session")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Write a Draft, or the arguments of one."""
+    """Write a pack; the arguments are those of Draft."""
 
     def write(*arguments: Any, **named: Any) -> Path:
-        made = arguments[0] if arguments and isinstance(arguments[0], Draft) else Draft(*arguments, **named)
-        return made.write(tmp_path_factory.mktemp("packs") / "model.pack")
+        return Draft(*arguments, **named).write(tmp_path_factory.mktemp("packs") / "model.pack")
 
     return write
 
@@ -228,11 +223,6 @@ def both() -> Callable[[Path], Pair]:
         return Pair(load(folder, "host", session_options=basic_options()), load(folder, "reference"))
 
     return make
-
-
-@pytest.fixture(scope="session")
-def same() -> Callable[[Any, Any], None]:
-    return assert_same
 
 
 @pytest.fixture

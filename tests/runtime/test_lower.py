@@ -306,6 +306,30 @@ def other_op(model: onnx.ModelProto) -> None:
     next(n for n in model.graph.node if n.op_type == "MatMul").op_type = "Add"
 
 
+def own_domain(model: onnx.ModelProto) -> None:
+    model.graph.node.add(op_type="Product", domain="onnxpack", name="p")
+
+
+def not_text(model: onnx.ModelProto) -> None:
+    data = model.SerializeToString().replace(b"w.codes", b"w.c\xffdes")
+    model.ParseFromString(data)
+
+
+def no_number(model: onnx.ModelProto) -> None:
+    node = next(n for n in model.graph.node if n.op_type == "MatMul")
+    node.op_type = "Gemm"
+    node.attribute.append(helper.make_attribute("alpha", "much"))
+
+
+def outside(model: onnx.ModelProto) -> None:
+    """A file beside the pack, through a decoder that stays because its result is an output."""
+    model.graph.output.add(name="w")
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = "../" + entry.value
+
+
 def no_opset(model: onnx.ModelProto) -> None:
     del model.opset_import[:]
 
@@ -321,14 +345,21 @@ def old_opset(model: onnx.ModelProto) -> None:
         (rename, "site node 'y' is not in the graph"),
         (twice, "two nodes are called 'y'"),
         (other_op, "operator 'Add' cannot be bound"),
+        (own_domain, "domain 'onnxpack'"),
+        (not_text, "not UTF-8"),
+        (no_number, "attribute alpha is not a number"),
+        (outside, "onnxruntime refuses the graph"),
         (no_opset, "imports no ai.onnx opset"),
         (old_opset, "opset 6"),
     ],
 )
-def test_a_graph_that_does_not_fit_the_manifest(pack: Make, device: Any, change: Any, message: str) -> None:
+def test_a_graph_that_does_not_fit_the_manifest(
+    pack: Make, device: Any, change: Any, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = pack([node("MatMul", ["x", "w"], "y")], [info("x", ["m", 4])], [info("y")], {"w": normal(4, 4)})
     with pytest.raises(PackError, match=message):
         load(replace(folder, change), device)
+    assert not capfd.readouterr().out
 
 
 @pytest.mark.parametrize("device", ["host", "reference"])

@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnxpack.errors import EnvironmentFault, PackError, UsageError
-from onnxpack.pack.manifest import SiteRecord
+from onnxpack.pack.manifest import KernelRecord, SiteRecord
 from onnxpack.runtime.options import copy_options, session_options
 from onnxpack.runtime.session import PackSession, load
 from onnxpack.runtime.trace import KEPT_RUNS, TraceRecord
@@ -213,6 +213,17 @@ def test_auto_is_the_host_and_says_so(folder: Path, caplog: pytest.LogCaptureFix
     assert "no NPU device" in str(first.reason)
     assert session.coverage().device == "host"
     load(folder, strict=True)  # the pack has no kernel, so nothing was given up
+
+
+def test_strict_does_not_give_up_kernels(pack: Make) -> None:
+    node = helper.make_node("MatMul", ["x", "w"], ["y"], "site")
+    kernel = KernelRecord("k", 16, 8, 8, "kernels/k.elf", "0" * 64, "gemm_i8")
+    made = pack([node], [info("x", ["m", 8])], [info("y")], {"w": np.eye(8, dtype=np.float32)}, kernels=[kernel])
+    with pytest.raises(EnvironmentFault, match="no NPU device"):
+        load(made, strict=True)
+    for device in DEVICES:
+        load(made, device, strict=True)
+    load(made)
 
 
 def test_arguments(folder: Path, tmp_path: Path) -> None:
