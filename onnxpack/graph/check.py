@@ -8,7 +8,9 @@ out, unknown external-data keys, unknown protobuf fields.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -17,6 +19,7 @@ import onnx_ir as ir
 
 from onnxpack.errors import ModelError
 from onnxpack.graph.external import Folder, Region, locate, refuse_overlaps
+from onnxpack.graph.functions import check_functions
 
 _MIN_IR, _MAX_ELEMENTS = 3, 2**62
 _STANDARD = ("", "ai.onnx")
@@ -33,10 +36,11 @@ def check(proto: onnx.ModelProto, folder: Folder | None) -> dict[str, Region]:
     for tensor in tensors(proto):
         _check_tensor(tensor, folder, regions)
     refuse_overlaps(regions)
-    local = {(f.domain, f.name) for f in proto.functions}
+    _check_sparse(proto)
+    local = check_functions(proto)
     _check_graph(proto.graph, "graph", set(), domains, local)
     for function in proto.functions:
-        own = _check_opsets(function.opset_import) | domains
+        own = domains | _check_opsets(function.opset_import)
         known = _names(function.input, f"function {function.name}", "input")
         _check_nodes(function.node, known, list(function.output), f"function {function.name}", own, local)
     return {external_key(tensor): region for tensor, region in _external(proto, regions)}
@@ -45,7 +49,8 @@ def check(proto: onnx.ModelProto, folder: Folder | None) -> dict[str, Region]:
 def external_key(tensor: Any) -> str:
     """What identifies a piece of external data inside one model: location, offset and length as written."""
     entries = {e.key: e.value for e in tensor.external_data}
-    return "\0".join((entries.get("location", ""), entries.get("offset") or "0", entries.get("length") or ""))
+    numbers = (entries.get("offset") or "0", entries.get("length") or "")
+    return "\0".join((entries.get("location", ""), *(number and str(int(number)) for number in numbers)))
 
 
 def _external(proto: onnx.ModelProto, regions: list[tuple[str, Region]]) -> Iterator[tuple[onnx.TensorProto, Region]]:
@@ -55,15 +60,34 @@ def _external(proto: onnx.ModelProto, regions: list[tuple[str, Region]]) -> Iter
 
 def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Every dense tensor of the model: initializers and attributes, in all graphs and functions."""
-    stack: list[Any] = [proto.graph, *proto.functions]
-    while stack:
-        scope = stack.pop()
+    for scope in scopes(proto):
         yield from getattr(scope, "initializer", ())
         for node in scope.node:
             for attribute in node.attribute:
                 if attribute.HasField("t"):
                     yield attribute.t
                 yield from attribute.tensors
+
+
+def sparse_tensors(proto: onnx.ModelProto) -> Iterator[onnx.SparseTensorProto]:
+    """Every sparse tensor: initializers and attributes, in all graphs and functions."""
+    for scope in scopes(proto):
+        yield from getattr(scope, "sparse_initializer", ())
+        for node in scope.node:
+            for attribute in node.attribute:
+                if attribute.HasField("sparse_tensor"):
+                    yield attribute.sparse_tensor
+                yield from attribute.sparse_tensors
+
+
+def scopes(proto: onnx.ModelProto) -> Iterator[Any]:
+    """The main graph, the functions, and every graph inside their nodes."""
+    stack: list[Any] = [proto.graph, *proto.functions]
+    while stack:
+        scope = stack.pop()
+        yield scope
+        for node in scope.node:
+            for attribute in node.attribute:
                 if attribute.HasField("g"):
                     stack.append(attribute.g)
                 stack.extend(attribute.graphs)
@@ -78,7 +102,7 @@ def _check_header(proto: onnx.ModelProto) -> None:
         )
 
 
-def _check_opsets(imports: Any) -> set[str]:
+def _check_opsets(imports: Any) -> dict[str, int]:
     newest = onnx.defs.onnx_opset_version()
     versions: dict[str, int] = {}
     for entry in imports:
@@ -91,11 +115,33 @@ def _check_opsets(imports: Any) -> set[str]:
         raise ModelError(f"opset {versions['']} is unknown", hint=f"opsets 1 to {newest} are known; update onnx")
     if not versions:
         raise ModelError("no opset_import: operators have no meaning without one", hint="export the model again")
-    return set(versions)
+    return versions
+
+
+_DENSE_BYTES = 1 << 30
+"""Sparse tensors are made dense; a hostile model could ask for any amount."""
+
+
+def _check_sparse(proto: onnx.ModelProto) -> None:
+    total = 0
+    for sparse in sparse_tensors(proto):
+        where = f"sparse tensor {_text(sparse.values.name) or '(unnamed)'}"
+        for part in (sparse.values, sparse.indices):
+            if part.data_location == onnx.TensorProto.EXTERNAL:
+                raise ModelError("it has external data", where=where, hint="save it as a dense tensor")
+            _check_tensor(part, None, [])
+        total += math.prod(sparse.dims) * max(1, ir.DataType(sparse.values.data_type).bitwidth // 8)
+        if min(sparse.dims, default=0) < 0 or total > _DENSE_BYTES:
+            raise ModelError(f"shape {list(sparse.dims)} cannot be made dense", where=where)
+        count, indices = list(sparse.values.dims), list(sparse.indices.dims)
+        if len(count) != 1 or indices not in (count, [*count, len(sparse.dims)]):
+            raise ModelError(f"indices {indices} do not fit values {count}", where=where)
+        if sparse.indices.data_type != onnx.TensorProto.INT64 or sparse.values.data_type == onnx.TensorProto.STRING:
+            raise ModelError("its indices are not int64, or its values not numbers", where=where)
 
 
 def _check_tensor(tensor: onnx.TensorProto, folder: Folder | None, regions: list[tuple[str, Region]]) -> None:
-    where = f"tensor {tensor.name or '(unnamed)'}"
+    where = f"tensor {_text(tensor.name) or '(unnamed)'}"
     if tensor.data_type not in onnx.TensorProto.DataType.values() or not tensor.data_type:
         raise ModelError(f"data type {tensor.data_type} does not exist", where=where)
     count = 1
@@ -111,7 +157,7 @@ def _check_tensor(tensor: onnx.TensorProto, folder: Folder | None, regions: list
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         if folder is None:
             raise ModelError("a model given as an object cannot have external data", where=where, hint="pass its path")
-        entries = ((e.key, e.value) for e in tensor.external_data)
+        entries = ((_text(e.key), _text(e.value)) for e in tensor.external_data)
         regions.append((tensor.name, locate(entries, nbytes, folder, tensor.name)))
         return
     held = _bytes_held(tensor)
@@ -121,25 +167,37 @@ def _check_tensor(tensor: onnx.TensorProto, folder: Folder | None, regions: list
         )
 
 
-_TYPED_FIELD_BYTES = {"float_data": 4, "double_data": 8, "int64_data": 8}
+_TYPED_FIELDS: Mapping[int, tuple[str, int]] = {
+    onnx.TensorProto.FLOAT: ("float_data", 4),
+    onnx.TensorProto.COMPLEX64: ("float_data", 4),
+    onnx.TensorProto.DOUBLE: ("double_data", 8),
+    onnx.TensorProto.COMPLEX128: ("double_data", 8),
+    onnx.TensorProto.INT64: ("int64_data", 8),
+    onnx.TensorProto.UINT64: ("uint64_data", 8),
+    onnx.TensorProto.UINT32: ("uint64_data", 4),
+}
+"""Where a type's elements are when they are not raw, and the bytes of one entry; the others are in int32_data."""
 
 
 def _bytes_held(tensor: onnx.TensorProto) -> int:
     if tensor.HasField("raw_data"):
         return len(tensor.raw_data)
-    dtype = ir.DataType(tensor.data_type)
-    for field, width in _TYPED_FIELD_BYTES.items():
-        if held := len(getattr(tensor, field)):
-            return held * width
-    if held := len(tensor.uint64_data):
-        return held * min(8, int(dtype.itemsize))
     # int32_data: one element an entry, but types of less than a byte are packed into bytes first
-    return len(tensor.int32_data) * max(1, dtype.bitwidth // 8)
+    packed = ("int32_data", max(1, ir.DataType(tensor.data_type).bitwidth // 8))
+    field, width = _TYPED_FIELDS.get(tensor.data_type, packed)
+    return len(getattr(tensor, field)) * width
+
+
+def _text(value: Any) -> str:
+    """A string of the protobuf, which may hold bytes that are no text."""
+    if isinstance(value, bytes):
+        raise ModelError(f"{value[:40]!r} is not UTF-8", hint="file is damaged")
+    return str(value)
 
 
 def _names(values: Any, where: str, what: str) -> set[str]:
     seen: set[str] = set()
-    for name in values:
+    for name in map(_text, values):
         if not name:
             raise ModelError(f"an {what} has no name", where=where)
         if name in seen:
@@ -149,7 +207,7 @@ def _names(values: Any, where: str, what: str) -> set[str]:
 
 
 def _check_graph(
-    graph: onnx.GraphProto, where: str, outer: set[str], domains: set[str], local: set[tuple[str, str]]
+    graph: onnx.GraphProto, where: str, outer: set[str], domains: Mapping[str, int], local: set[tuple[str, str]]
 ) -> None:
     known = _names((v.name for v in graph.input), where, "input")
     known |= _names((t.name for t in graph.initializer), where, "initializer")
@@ -162,7 +220,7 @@ def _check_nodes(
     known: set[str],
     outputs: list[str],
     where: str,
-    domains: set[str],
+    domains: Mapping[str, int],
     local: set[tuple[str, str]],
     outer: set[str] | None = None,
 ) -> None:
@@ -217,22 +275,36 @@ def _label(node: onnx.NodeProto, index: int) -> str:
     return f"node {node.name!r} ({node.op_type})" if node.name else f"node {index} ({node.op_type})"
 
 
-_MIN_INPUTS = {"MatMul": 2, "Gemm": 2, "Transpose": 1, "Identity": 1, "Cast": 1, "Reshape": 1}
-_FLOAT_ATTRIBUTES = {"Gemm": ("alpha", "beta")}
-
-
-def _check_node(node: onnx.NodeProto, label: str, domains: set[str], local: set[tuple[str, str]]) -> None:
+def _check_node(node: onnx.NodeProto, label: str, domains: Mapping[str, int], local: set[tuple[str, str]]) -> None:
+    for name in (node.domain, node.op_type, node.name, *node.input, *node.output):
+        _text(name)
     domain = "" if node.domain in _STANDARD else node.domain
-    if domain not in domains and (node.domain, node.op_type) not in local:
+    if (node.domain, node.op_type) in local:
+        return
+    if domain not in domains:
         shown = domain or "ai.onnx"
         raise ModelError(
             f"operator domain {shown!r} is not imported", where=label, hint=f"add an opset_import for {shown!r}"
         )
-    if domain:
+    schema = None if domain else _schema(node.op_type, domains[domain])
+    if schema is None:  # not every operator is known here: exporters put some of their own into ai.onnx
         return
-    if len(node.input) < _MIN_INPUTS.get(node.op_type, 0):
+    fewest, types = schema
+    if len(node.input) < fewest:
         raise ModelError(f"{len(node.input)} inputs are too few", where=label)
     for attribute in node.attribute:
-        wrong = attribute.name in _FLOAT_ATTRIBUTES.get(node.op_type, ()) and attribute.type != attribute.FLOAT
-        if wrong and not attribute.ref_attr_name:
-            raise ModelError(f"attribute {attribute.name!r} is not a float", where=label)
+        wanted = types.get(_text(attribute.name), attribute.type)
+        if attribute.type not in (wanted, onnx.AttributeProto.UNDEFINED):
+            kind = onnx.AttributeProto.AttributeType.Name(wanted)
+            raise ModelError(f"attribute {attribute.name!r} is not of type {kind}", where=label)
+
+
+@cache
+def _schema(op: str, opset: int) -> tuple[int, Mapping[str, int]] | None:
+    """What an operator asks for: how many inputs at least, and the types of its attributes."""
+    try:
+        schema = onnx.defs.get_schema(op, opset)
+    except onnx.defs.SchemaError:
+        return None
+    attributes: Any = schema.attributes  # its stubs do not say that the types are numbers
+    return schema.min_input, {name: int(attribute.type) for name, attribute in attributes.items()}

@@ -4,23 +4,20 @@
   the version raised, so that "initializer and input" always means "the caller may replace it".
 * The domain "ai.onnx" is spelled "".
 * External-data keys beyond ONNX's own are dropped (onnx accepts them, onnxruntime does not).
-* Sparse initializers become dense ones (the graph library would lose them).
+* Sparse initializers and constants become dense ones (the graph library would lose them).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
 from onnxpack.errors import ModelError
-from onnxpack.graph.check import tensors
+from onnxpack.graph.check import scopes, tensors
 
 _FIRST_IR_WITH_CONSTANT_INITIALIZERS = 4
 _EXTERNAL_KEYS = ("location", "offset", "length", "checksum")
-_DENSE_LIMIT = 1 << 30  # bytes; a hostile model could ask for any amount
 
 
 def normalize(proto: onnx.ModelProto) -> None:
@@ -35,10 +32,12 @@ def normalize(proto: onnx.ModelProto) -> None:
         unknown = [entry for entry in tensor.external_data if entry.key not in _EXTERNAL_KEYS]
         for entry in unknown:
             tensor.external_data.remove(entry)
-    for scope in _scopes(proto):
+    for scope in scopes(proto):
         for node in scope.node:
             if node.domain == "ai.onnx":
                 node.domain = ""
+            if node.op_type == "Constant":
+                _make_constant_dense(node)
         if getattr(scope, "sparse_initializer", None):
             scope.initializer.extend(_dense(sparse) for sparse in scope.sparse_initializer)
             del scope.sparse_initializer[:]
@@ -48,18 +47,12 @@ def normalize(proto: onnx.ModelProto) -> None:
                 entry.domain = ""
 
 
-def _scopes(proto: onnx.ModelProto) -> list[Any]:
-    stack: list[Any] = [proto.graph, *proto.functions]
-    found = []
-    while stack:
-        scope = stack.pop()
-        found.append(scope)
-        for node in scope.node:
-            for attribute in node.attribute:
-                if attribute.HasField("g"):
-                    stack.append(attribute.g)
-                stack.extend(attribute.graphs)
-    return found
+def _make_constant_dense(node: onnx.NodeProto) -> None:
+    for attribute in node.attribute:
+        if attribute.name == "sparse_value" and attribute.HasField("sparse_tensor"):
+            dense = _dense(attribute.sparse_tensor)
+            attribute.Clear()
+            attribute.CopyFrom(onnx.helper.make_attribute("value", dense))
 
 
 def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
@@ -67,8 +60,6 @@ def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
     try:
         values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
         count = int(np.prod(sparse.dims, dtype=np.int64))
-        if count < 0 or count * values.itemsize > _DENSE_LIMIT:
-            raise ModelError("too large to be made dense", where=f"sparse tensor {name}")
         dense = np.zeros(count, values.dtype)
         flat = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), tuple(sparse.dims))
         if len(flat) and (flat.min() < 0 or flat.max() >= count):
