@@ -39,6 +39,10 @@ class SiteEntry:
     reason: str | None
     name: str
     """The node's own name in the model."""
+    qdq: str | None
+    """What a quantized product is (scales, zero points, bias), when it is taken as one."""
+    detail: str | None
+    """For a quantized product that is not: the node and the condition that failed."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ def _entry(site: Site, shapes: set[tuple[int, int]]) -> SiteEntry:
         verdict,
         None if reason is None else reason.value,
         site.node.name or "",
+        None if site.group is None else site.group.traits,
+        site.detail,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from onnxpack import records
 from onnxpack.errors import ModelError, PackError, UsageError
 from onnxpack.formats.registry import get
+from onnxpack.graph.externalize import lift_large_constants
 from onnxpack.graph.load import Model, load
 from onnxpack.graph.paths import foreign_operators
 from onnxpack.graph.sites import Site, find_sites
@@ -26,10 +27,11 @@ from onnxpack.graph.tensors import TensorStore
 from onnxpack.pack import manifest as m
 from onnxpack.pack.digest import content_digest, files_digest
 from onnxpack.pack.publish import publishing, refuse_existing
+from onnxpack.pack.qdq import qdq_record
 from onnxpack.pack.read import GRAPH, MANIFEST, open_pack
-from onnxpack.pack.weights import Source
+from onnxpack.pack.sources import FloatSource, OwnSource, Source
 from onnxpack.pack.write import DATA, OnWeight, Written, write
-from onnxpack.plan import Plan, weights_of
+from onnxpack.plan import Plan, PlannedWeight, weights_of
 from onnxpack.reasons import Reason
 
 TARGET = "npu2"
@@ -87,6 +89,7 @@ def run_build(
     with clock("load"):
         loaded = model if isinstance(model, Model) else load(model)
     with clock("plan"):
+        lifted = lift_large_constants(loaded.ir)
         sites = find_sites(loaded)
         plan = make_plan(loaded, sites)
         _refuse_unpackable(loaded, sites)
@@ -95,7 +98,8 @@ def run_build(
     with publishing(goal, force) as draft, loaded.located():
         written = write(draft, loaded, store, sources, users, on_weight, clock)
         with clock("manifest"):
-            made = _manifest(loaded, sites, written)
+            written.changes[:0] = lifted
+            made = _manifest(loaded, sites, written, store)
             _check_plan_is_met(plan, made)
         with clock("publish"):
             (draft / MANIFEST).write_text(records.dumps(made, indent=1))
@@ -114,35 +118,42 @@ def _refuse_unpackable(model: Model, sites: Sequence[Site]) -> None:
             where=where,
             hint="quantize with plain QuantizeLinear/DequantizeLinear (in Quark: A8W8, not BF16, BFP16 or MX types)",
         )
-    if not any(site.bindable for site in sites):
-        found = ", ".join(sorted({site.reason.value for site in sites if site.reason})) or "there are none"
-        raise ModelError(f"no matrix product of it can be packed: {found}", where=where, hint="see `onnxpack census`")
+    if not any(site.kind == "weight" for site in sites):
+        raise ModelError("it has no matrix product with a constant weight", where=where, hint="see `onnxpack census`")
 
 
 def _sources(model: Model, plan: Plan, sites: Sequence[Site]) -> tuple[list[Source], dict[str, list[Site]]]:
     """The weights of the plan as they are in this model. UsageError when the plan belongs to another one."""
     if plan.model != model.graph_sha256:
         raise UsageError("the plan was made for another model", where=model.name, hint="run `onnxpack plan` again")
-    known = weights_of(model, [site for site in sites if site.bindable])
-    sources, users = [], {}
+    known = weights_of([site for site in sites if site.bindable])
+    sources: list[Source] = []
+    users = {}
     for planned in plan.weights:
         if planned.name not in known:
             raise UsageError(
                 f"the plan stores weight {planned.name!r}, which the model does not have", where=model.name
             )
-        constant, all_users = known[planned.name]
+        all_users = known[planned.name]
         chosen = [site for site in all_users if site.path in planned.sites]
         if len(chosen) != len(planned.sites) or (planned.k, planned.n) != (all_users[0].k, all_users[0].n):
             raise UsageError(f"the plan does not fit weight {planned.name!r}", where=model.name)
-        made = get(planned.format, **planned.params)
-        sources.append(Source(planned.name, constant, all_users[0].transposed_b, made, len(chosen)))
+        sources.append(_source(planned, all_users[0]))
         users[planned.name] = chosen
     return sources, users
 
 
-def _manifest(model: Model, sites: Sequence[Site], written: Written) -> m.Manifest:
+def _source(planned: PlannedWeight, site: Site) -> Source:
+    assert site.weight is not None
+    if site.group is not None:
+        return OwnSource(planned.name, site.group.weight)
+    return FloatSource(planned.name, site.weight, site.transposed_b, get(planned.format, **planned.params))
+
+
+def _manifest(model: Model, sites: Sequence[Site], written: Written, store: TensorStore) -> m.Manifest:
     weight_of = {site.path: written.aliases[name] for name, users in written.users.items() for site in users}
-    made = [_site(site, written.node_names[site.path], weight_of.get(site.path)) for site in sites]
+    names = written.node_names
+    made = [_site(site, names, weight_of.get(site.path), store) for site in sites]
     tensors = [stored.record for stored in written.stored.values()]
     digests = {file.path: file.sha256 for file in written.files}
     weights_sha = hashlib.sha256(records.dumps(sorted(written.source_digests.items())).encode()).hexdigest()
@@ -164,11 +175,13 @@ def _manifest(model: Model, sites: Sequence[Site], written: Written) -> m.Manife
     )
 
 
-def _site(site: Site, node: str, weight: str | None) -> m.SiteRecord:
+def _site(site: Site, names: dict[str, str], weight: str | None, store: TensorStore) -> m.SiteRecord:
     reason = site.reason or Reason.NO_KERNEL
+    qdq = None if site.group is None or weight is None else qdq_record(site.group, names, store)
     return m.SiteRecord(
-        site.path, node, site.op, site.kind, site.m, site.k, site.n, site.dtype, weight, None, reason.value
-    )
+        site.path, names[site.path], site.op, site.kind, site.m, site.k, site.n, site.dtype, weight, None,
+        reason.value, qdq,
+    )  # fmt: skip
 
 
 def _coverage(sites: Sequence[m.SiteRecord]) -> m.Coverage:

@@ -12,13 +12,15 @@ from typing import Any
 from onnxpack import records
 from onnxpack.errors import UsageError
 from onnxpack.formats.select import Selection
-from onnxpack.graph.constants import Constant, structure
+from onnxpack.graph.constants import structure
 from onnxpack.graph.load import Model
 from onnxpack.graph.sites import Site, find_sites
 from onnxpack.reasons import Reason
 from onnxpack.shapes import Gemm
 
 SCHEMA = "onnxpack/plan/1.0"
+OWN_CODES = "graph-int8"
+"""Format id of a weight whose codes, scales and zero points are the graph's own, bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -122,39 +124,43 @@ def make_plan(
     return Plan(SCHEMA, model.graph_sha256, list(rows), _weights(model, bound, weights), groups, unplanned, totals)
 
 
-def weights_of(model: Model, bound: Sequence[Site]) -> dict[str, tuple[Constant, list[Site]]]:
+def weights_of(bound: Sequence[Site]) -> dict[str, list[Site]]:
     """The distinct weights of bound sites by name: one root through equal views is one weight, wherever it is used.
 
     A weight is called after its root tensor; further weights made of the same root get "#2", "#3".
     """
-    by_structure: dict[tuple[str, int, int], tuple[Constant, list[Site]]] = {}
+    by_structure: dict[tuple[str, ...], list[Site]] = {}
     for site in bound:
         assert site.weight is not None
-        assert isinstance(site.k, int)
-        assert isinstance(site.n, int)
-        key = (structure(site.weight) + ("T" if site.transposed_b else ""), site.k, site.n)
-        by_structure.setdefault(key, (site.weight, []))[1].append(site)
-    named: dict[str, tuple[Constant, list[Site]]] = {}
-    for weight, users in by_structure.values():
-        base = name = weight.root.name
+        parts = [site.weight] if site.group is None else list(site.group.weight.constants)
+        key = (*map(structure, parts), f"{site.k}x{site.n}", str(site.transposed_b), str(site.group is None))
+        by_structure.setdefault(key, []).append(site)
+    named: dict[str, list[Site]] = {}
+    for users in by_structure.values():
+        assert users[0].weight is not None
+        base = name = users[0].weight.root.name
         count = 1
         while name in named:
             count += 1
             name = f"{base}#{count}"
-        named[name] = (weight, users)
+        named[name] = users
     return named
 
 
 def _weights(model: Model, bound: Sequence[Site], choice: Selection) -> list[PlannedWeight]:
     planned = []
-    for name, (_, users) in weights_of(model, bound).items():
-        made = choice.of(name)
-        if made.min_opset > model.opset:
-            made = Selection.parse("int8").of(name)
+    for name, users in weights_of(bound).items():
         k, n = users[0].k, users[0].n
         assert isinstance(k, int)
         assert isinstance(n, int)
-        planned.append(PlannedWeight(name, k, n, made.name, dict(made.params), [site.path for site in users]))
+        paths = [site.path for site in users]
+        if users[0].group is not None:  # the graph's own codes are never quantized again
+            planned.append(PlannedWeight(name, k, n, OWN_CODES, {}, paths))
+            continue
+        made = choice.of(name)
+        if made.min_opset > model.opset:
+            made = Selection.parse("int8").of(name)
+        planned.append(PlannedWeight(name, k, n, made.name, dict(made.params), paths))
     return planned
 
 

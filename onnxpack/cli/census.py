@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 @click.argument("model", type=click.Path())
 @click.option("--kernels", metavar="DIR|LIST", help="Kernels to count against: a directory, or MxKxN[=path],...")
 @click.option("--sites", "show_sites", is_flag=True, help="List every product, not only the shapes.")
+@click.option("--qdq", "show_qdq", is_flag=True, help="List every quantized product: taken as one site, or why not.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
     "--fail-under", type=click.FloatRange(0, 100), metavar="PCT", help="Exit 4 when fewer weight products are covered."
 )
-def command(model: str, kernels: str | None, show_sites: bool, as_json: bool, fail_under: float | None) -> None:
+def command(
+    model: str, kernels: str | None, show_sites: bool, show_qdq: bool, as_json: bool, fail_under: float | None
+) -> None:
     """List every matrix product of MODEL by shape. Reads no weights, so it is fast on models of any size."""
     import onnxpack
     from onnxpack.cli.output import print_json
@@ -30,6 +33,8 @@ def command(model: str, kernels: str | None, show_sites: bool, as_json: bool, fa
         print_json(census.to_dict())
     else:
         _print(census, show_sites)
+        if show_qdq:
+            _print_qdq(census)
     if fail_under is not None and census.covered_percent < fail_under:
         raise GateError(
             f"{census.covered_percent:.1f} % of the weight products are covered, {fail_under:g} % are asked for",
@@ -56,6 +61,17 @@ def _print(census: Census, show_sites: bool) -> None:
         print_table(("site", "kind", "M x K x N", "verdict", "reason"), listed)
         click.echo()
     _print_totals(census)
+
+
+def _print_qdq(census: Census) -> None:
+    from onnxpack.cli.output import print_table
+
+    quantized = [site for site in census.sites if site.qdq is not None or site.detail is not None]
+    claimed = sum(site.qdq is not None for site in quantized)
+    click.echo(f"\nquantized products: {claimed} taken as one site, {len(quantized) - claimed} refused")
+    rows = [(s.path, "claimed" if s.qdq else s.reason, s.qdq or s.detail) for s in quantized]
+    if rows:
+        print_table(("site", "verdict", "what"), rows)
 
 
 def _verdict(group: object) -> str:

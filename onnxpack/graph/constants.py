@@ -8,6 +8,7 @@ copy wherever numpy can view the stored bytes.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -60,8 +61,10 @@ class Constant:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the value as its type stores it."""
-        return -(-int(np.prod(self.shape, dtype=np.int64)) * self.dtype.bitwidth // 8)
+        """Bytes of the value as its type stores it; 0 for strings, whose length says nothing."""
+        if self.dtype == ir.DataType.STRING:
+            return 0
+        return -(-math.prod(self.shape) * self.dtype.bitwidth // 8)
 
 
 class ConstantResolver:

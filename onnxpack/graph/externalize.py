@@ -6,17 +6,17 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from onnxpack.graph.names import Namer
-from onnxpack.graph.paths import all_nodes
+from onnxpack.graph.changes import Change
+from onnxpack.graph.paths import all_nodes, path_of
 from onnxpack.graph.tensors import shape_of
 
 INLINE_BYTES = 1024
 """Tensors up to this size stay in the graph file."""
 
 
-def lift_large_constants(model: ir.Model) -> None:
-    """Turn Constant nodes that hold a large tensor into initializers of their graph."""
-    namer = Namer(model)
+def lift_large_constants(model: ir.Model) -> list[Change]:
+    """Turn Constant nodes that hold a large tensor into initializers of their graph, under the same name."""
+    changes = []
     for node in list(all_nodes(model.graph)):
         attribute = node.attributes.get("value")
         if node.op_type != "Constant" or node.domain or attribute is None or attribute.is_ref():
@@ -24,9 +24,10 @@ def lift_large_constants(model: ir.Model) -> None:
         tensor, graph, output = attribute.as_tensor(), node.graph, node.outputs[0]
         if tensor.nbytes <= INLINE_BYTES or not isinstance(graph, ir.Graph):
             continue
-        name = namer.value(output.name or "constant")
-        if output.is_graph_output():  # an initializer may be an output, but the output's own name has to stay
+        name = output.name
+        if output.is_graph_output() or not name:
             continue
+        output.name = None
         tensor.name = name
         value = ir.Value(
             name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape_of(tensor))
@@ -34,6 +35,10 @@ def lift_large_constants(model: ir.Model) -> None:
         graph.register_initializer(value)
         output.replace_all_uses_with(value)
         graph.remove(node, safe=True)
+        changes.append(
+            Change("removed", node.name or path_of(node), "Constant", "its large tensor became an initializer")
+        )
+    return changes
 
 
 def drop_unused_initializers(model: ir.Model) -> None:

@@ -16,6 +16,7 @@ from onnxpack.graph.constants import Constant, ConstantResolver
 from onnxpack.graph.infer import Dim, Dims, Shapes
 from onnxpack.graph.load import Model
 from onnxpack.graph.paths import all_nodes, path_of
+from onnxpack.graph.qdq import Group, QdqMatcher, Refusal
 from onnxpack.graph.tensors import TensorStore
 from onnxpack.quant.bounds import K_LIMIT_SYMMETRIC
 from onnxpack.reasons import Reason
@@ -59,6 +60,10 @@ class Site:
     a_rank: int | None
     transposed_a: bool
     transposed_b: bool
+    group: Group | None
+    """The quantized product around it, or its weight's own codes, when the graph brings them."""
+    detail: str | None
+    """For a quantized product that is not taken as one: the node and the condition that failed."""
     bindable: bool
     """Whether the product can run on int8 operands at all, on whatever device."""
     reason: Reason | None
@@ -75,7 +80,9 @@ def find_sites(model: Model) -> list[Site]:
 class _Finder:
     def __init__(self, model: Model) -> None:
         self._main = model.ir.graph
-        self._constants = ConstantResolver(TensorStore(model.regions))
+        store = TensorStore(model.regions)
+        self._constants = ConstantResolver(store)
+        self._qdq = QdqMatcher(self._constants, store)
         self._shapes = Shapes(model.ir)
         self._opset_reason = Reason.UNSUPPORTED_OP if model.opset < _MIN_OPSET else None
 
@@ -91,7 +98,7 @@ class _Finder:
             raise ModelError(error.what, where=where, hint=error.hint) from None
 
     def _site(self, node: ir.Node, product: Product) -> Site:
-        weight = self._constants.resolve(product.b)
+        weight, group, detail = self._constants.resolve(product.b), None, None
         a_dims = self._shapes.of(product.a)
         if weight is None:
             k, n = product.k, product.n
@@ -104,7 +111,16 @@ class _Finder:
             kind, dtype = "weight", _dtype_name(weight.root.dtype)
             k, n = (product.k, product.n) if product.k is not None else _kn(weight, product.transposed_b)
             _check_k(a_dims, k, product.transposed_a)
-            reason = product.reason or self._opset_reason or _judge(weight, k, n, a_dims)
+            reason = product.reason or self._opset_reason or _judge_shape(weight, k, n, a_dims)
+            if reason is None:
+                found = self._qdq.match(
+                    node, product.a, None if a_dims is None else len(a_dims), product.b, product.transposed_b
+                )
+                group = found if isinstance(found, Group) else None
+                if isinstance(found, Refusal):
+                    reason, detail = found.reason, f"{found.node}: {found.why}"
+                elif group is None:
+                    reason = _judge_float(weight, k)
         bindable = reason is None
         if bindable and node.graph is not self._main:
             reason = Reason.IN_SUBGRAPH
@@ -122,6 +138,8 @@ class _Finder:
             None if a_dims is None else len(a_dims),
             product.transposed_a,
             product.transposed_b,
+            group,
+            detail,
             bindable,
             reason,
         )
@@ -222,8 +240,8 @@ def _rows(a: Dims, transposed: bool) -> Dim:
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def _judge(weight: Constant, k: Dim, n: Dim, a: Dims) -> Reason | None:
-    """The first rule of the numbers section that a product breaks."""
+def _judge_shape(weight: Constant, k: Dim, n: Dim, a: Dims) -> Reason | None:
+    """The first rule that a weight breaks whatever its type."""
     if weight.reason is not None:
         return weight.reason
     if len(weight.shape) == 1:
@@ -235,17 +253,16 @@ def _judge(weight: Constant, k: Dim, n: Dim, a: Dims) -> Reason | None:
         return Reason.K_ZERO
     if n == 0:
         return Reason.NOT_TILEABLE
+    return None
+
+
+def _judge_float(weight: Constant, k: Dim) -> Reason | None:
+    """Rules for a weight that is to be quantized. One that already has been is not quantized a second time."""
     if isinstance(k, int) and k > K_LIMIT_SYMMETRIC:
         return Reason.K_TOO_LONG
     if weight.dtype not in _FLOATS:
         return Reason.UNSUPPORTED_DTYPE
-    return _judge_root(weight)
-
-
-def _judge_root(weight: Constant) -> Reason | None:
-    """A weight that is already quantized keeps its codes: it is not quantized a second time."""
-    root = weight.root.dtype
-    if root.name.startswith("FLOAT8"):
+    if weight.root.dtype.name.startswith("FLOAT8"):
         return Reason.FLOAT8
     if "QuantizeLinear" in weight.chain or "DequantizeLinear" in weight.chain:
         return Reason.UNSUPPORTED_OP

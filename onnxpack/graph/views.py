@@ -5,6 +5,7 @@ Adding a view is one entry of `VIEWS`: `result` answers without reading weights,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -103,11 +104,11 @@ def _reshape(node: ir.Node, inputs: Inputs, index: int, small: Small) -> tuple[S
         raise ValueError("it has no target shape")
     if not _attribute(node, "allowzero", 0):
         target = [shape[i] if dim == 0 else dim for i, dim in enumerate(target)]
-    count = int(np.prod(shape, dtype=np.int64))
-    rest = int(np.prod([d for d in target if d != -1], dtype=np.int64))
+    count = math.prod(shape)
+    rest = math.prod(d for d in target if d != -1)
     if target.count(-1) == 1 and rest:
         target = [count // rest if d == -1 else d for d in target]
-    if any(d < 0 for d in target) or int(np.prod(target, dtype=np.int64)) != count:
+    if any(d < 0 for d in target) or math.prod(target) != count:
         raise ValueError(f"{list(shape)} cannot be reshaped to {target}")
     return tuple(target), dtype
 
@@ -133,7 +134,7 @@ def _flatten(node: ir.Node, inputs: Inputs, index: int, small: Small) -> tuple[S
     shape, dtype = _first(inputs)
     axis = _attribute(node, "axis", 1)
     axis = axis + len(shape) if axis < 0 else axis
-    return (int(np.prod(shape[:axis], dtype=np.int64)), int(np.prod(shape[axis:], dtype=np.int64))), dtype
+    return (math.prod(shape[:axis]), math.prod(shape[axis:])), dtype
 
 
 def _apply_shape(view: Result) -> Apply:
@@ -165,11 +166,16 @@ def _described(arrays: Sequence[Array | None]) -> tuple[Inputs, Small]:
 
 
 def _cast(node: ir.Node, inputs: Inputs, index: int, small: Small) -> tuple[Shape, ir.DataType]:
-    return _first(inputs)[0], ir.DataType(_attribute(node, "to"))
+    return _first(inputs)[0], _cast_to(node)
+
+
+def _cast_to(node: ir.Node) -> ir.DataType:
+    to = _attribute(node, "to")
+    return ir.DataType[to] if isinstance(to, str) else ir.DataType(to)  # a name, below opset 6
 
 
 def _apply_cast(node: ir.Node, arrays: Sequence[Array | None], index: int) -> Array:
-    array, to = _of(arrays[0]), ir.DataType(_attribute(node, "to"))
+    array, to = _of(arrays[0]), _cast_to(node)
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(to.numpy(), copy=False)
 
@@ -263,7 +269,7 @@ def _constant_of_shape(node: ir.Node, inputs: Inputs, index: int, small: Small) 
     if not inputs or inputs[0] is None:
         raise ValueError("it has no input")
     shape = tuple(int(d) for d in small(inputs[0]).reshape(-1))
-    if any(d < 0 for d in shape) or int(np.prod([float(d) for d in shape])) > 2**62:
+    if any(d < 0 for d in shape) or math.prod(shape) > 2**62:
         raise ValueError(f"shape {list(shape)} cannot be made")
     return shape, ir.DataType.from_numpy(_fill(node).dtype)
 
@@ -283,6 +289,8 @@ def _apply_constant_of_shape(node: ir.Node, arrays: Sequence[Array | None], inde
 def _broadcast(node: ir.Node, inputs: Inputs, index: int, small: Small) -> tuple[Shape, ir.DataType]:
     _, dtype = _first(inputs)
     shapes = [c.shape for c in inputs if c is not None]
+    if len(shapes) != 2 or any(c is not None and c.dtype != dtype for c in inputs) or dtype == ir.DataType.STRING:
+        raise ValueError("its inputs are not two tensors of one number type")
     return tuple(int(d) for d in np.broadcast_shapes(*shapes)), dtype
 
 
@@ -302,7 +310,8 @@ def _quantization(node: ir.Node, inputs: Inputs) -> None:
     zero_point = inputs[2] if len(inputs) > 2 else None
     if scale is None:
         return
-    if zero_point is not None and zero_point.shape != scale.shape:
+    scalar = zero_point is not None and math.prod(zero_point.shape) == math.prod(scale.shape) == 1
+    if zero_point is not None and zero_point.shape != scale.shape and not scalar:
         raise ValueError(f"zero point {list(zero_point.shape)} and scale {list(scale.shape)} differ in shape")
     block = _attribute(node, "block_size", 0)
     if not len(scale.shape) or (scale.shape == (1,) and not block):

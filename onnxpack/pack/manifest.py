@@ -57,6 +57,43 @@ class TensorRecord:
 
 
 @dataclass(frozen=True)
+class BiasRecord:
+    """A constant added per column. `value` names it in the graph: int32 codes, or float32 values."""
+
+    value: str
+    dtype: Literal["int32", "float32"]
+    node: str | None
+    """The Add that is part of the group; null when it is the C of a Gemm."""
+
+
+@dataclass(frozen=True)
+class RequantizeRecord:
+    """The output QuantizeLinear of a group: y_q = clip(round(y / scale) + zero_point)."""
+
+    node: str
+    scale: float
+    zero_point: int
+    dtype: Literal["int8", "uint8"]
+
+
+@dataclass(frozen=True)
+class QdqRecord:
+    """A quantized product that is one site. Without `x` only the weight is quantized and the input is float."""
+
+    x: str | None
+    """Name of the quantized activation in the graph."""
+    x_dtype: Literal["int8", "uint8"] | None
+    x_scale: list[float]
+    """One, or one along `x_axis`; float32 values."""
+    x_zero_point: list[int]
+    """As many as scales, or one."""
+    x_axis: int | None
+    """Counted from the end: -2 is the row axis. Null: per tensor."""
+    bias: BiasRecord | None
+    requantize: RequantizeRecord | None
+
+
+@dataclass(frozen=True)
 class SiteRecord:
     """One matrix product of the graph, bound or not."""
 
@@ -74,6 +111,8 @@ class SiteRecord:
     kernel: str | None = None
     reason: str | None = None
     """Why it does not run on the NPU; null only when a kernel is bound."""
+    qdq: QdqRecord | None = None
+    """What surrounds the product, when the graph brings its own codes."""
 
 
 @dataclass(frozen=True)

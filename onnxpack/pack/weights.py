@@ -13,11 +13,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpack.errors import ModelError, OnnxpackError
-from onnxpack.formats.base import ErrorSums, FieldSpec, Format, Orientation
+from onnxpack.formats.base import FieldSpec
 from onnxpack.graph.constants import Constant, evaluate
 from onnxpack.graph.tensors import TensorStore
-from onnxpack.pack.container import Layout, layout
+from onnxpack.pack.container import Layout, Place, layout
 from onnxpack.pack.manifest import FieldRecord, TensorRecord
+from onnxpack.pack.sources import Source
 from onnxpack.types import Array
 
 T = TypeVar("T")
@@ -25,44 +26,10 @@ _COMPARE_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Source:
-    """One weight to store: a constant of the model, seen as a matrix [K, N]."""
-
-    name: str
-    constant: Constant
-    transposed: bool
-    format: Format
-    sites: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(K, N)."""
-        k, n = self.constant.shape[-2:]
-        return (n, k) if self.transposed else (k, n)
-
-    @property
-    def format_shape(self) -> tuple[int, int]:
-        """The shape in the orientation that the format takes."""
-        k, n = self.shape
-        return (k, n) if self.format.orientation is Orientation.KN else (n, k)
-
-    def matrix(self, store: TensorStore) -> Array:
-        """The numbers in the format's orientation; a view of the stored bytes wherever that is possible."""
-        array = evaluate(self.constant, store)
-        array = array.reshape(array.shape[-2:])
-        if self.transposed != (self.format.orientation is Orientation.NK):
-            array = array.T
-        if not self.format.takes_any_float and array.dtype != np.float32:
-            array = array.astype(np.float32)
-        return array
-
-
-@dataclass(frozen=True)
 class Stored:
     """One weight that has been stored: its record, and what a person wants to read about it."""
 
     record: TensorRecord
-    sites: int
 
 
 def distinct(sources: Sequence[Source], store: TensorStore) -> dict[str, str]:
@@ -70,32 +37,29 @@ def distinct(sources: Sequence[Source], store: TensorStore) -> dict[str, str]:
 
     Numbers are compared, never names; most weights differ in a small sample and are not read for it.
     """
-    groups: dict[Any, list[tuple[Source, Array]]] = {}
+    groups: dict[Any, list[tuple[Source, list[Array]]]] = {}
     stored: dict[str, str] = {}
     for source in sources:
-        array = source.matrix(store) if source.format.takes_any_float else evaluate(source.constant, store)
-        key = (
-            source.shape,
-            source.transposed,
-            array.dtype,
-            source.format.name,
-            repr(source.format.params),
-            _sample(array),
-        )
+        numbers = [evaluate(constant, store) for constant in source.constants]
+        key = (source.shape, source.transposed, source.format, repr(source.params), *map(_sample, numbers))
         same = groups.setdefault(key, [])
-        twin = next((other for other, numbers in same if _equal(array, numbers)), None)
+        twin = next((other for other, held in same if all(map(_equal, held, numbers))), None)
         if twin is None:
-            same.append((source, array))
+            same.append((source, numbers))
         stored[source.name] = (twin or source).name
     return stored
 
 
-def _sample(array: Array) -> bytes:
-    rows, columns = (max(1, d // 8) for d in array.shape[-2:])
-    return np.ascontiguousarray(array[..., ::rows, ::columns]).tobytes()
+def _sample(array: Array) -> tuple[str, bytes]:
+    steps = tuple(slice(None, None, max(1, d // 8)) for d in array.shape)
+    return array.dtype.name, np.ascontiguousarray(array[steps]).tobytes()
 
 
 def _equal(a: Array, b: Array) -> bool:
+    if a.shape != b.shape:
+        return False
+    if a.ndim < 2:
+        return np.array_equal(a, b)
     first, second = a.reshape(a.shape[-2:]), b.reshape(b.shape[-2:])
     if first.strides[0] < first.strides[1]:
         first, second = first.T, second.T
@@ -107,8 +71,8 @@ def containers(sources: Iterable[Source]) -> dict[str, Layout]:
     """The files that hold these weights, laid out: file name to layout."""
     entries: dict[str, dict[str, FieldSpec]] = {}
     for source in sources:
-        held = entries.setdefault(source.format.container, {})
-        for name, spec in source.format.fields(source.format_shape).items():
+        held = entries.setdefault(source.container, {})
+        for name, spec in source.fields().items():
             held[stored_name(source.name, name)] = spec
     return {file: layout(fields) for file, fields in entries.items()}
 
@@ -119,39 +83,33 @@ def stored_name(weight: str, field: str) -> str:
 
 
 def encode(source: Source, store: TensorStore, layouts: Mapping[str, Layout], out: Mapping[str, Array]) -> Stored:
-    """Encode one weight into its mapped fields. ModelError names the tensor when a value is not finite."""
-    specs = source.format.fields(source.format_shape)
-    arrays = {name: out[stored_name(source.name, name)] for name in specs}
+    """Write one weight into its mapped fields. ModelError names the tensor when a value is not finite."""
+    arrays = {name: out[stored_name(source.name, name)] for name in source.fields()}
     try:
-        sums = source.format.encode_into(source.matrix(store), arrays)
+        sums = source.fill(store, arrays)
     except ModelError as error:
-        raise ModelError(error.what, where=f"tensor {source.constant.root.name}", hint=error.hint) from None
-    places = layouts[source.format.container].places
-    fields = {}
-    for name, array in arrays.items():
-        place = places[stored_name(source.name, name)]
-        fields[name] = FieldRecord(
-            source.format.container,
-            place.offset,
-            place.nbytes,
-            array.dtype.name,
-            tuple(array.shape),
-            hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest(),
+        raise ModelError(error.what, where=f"tensor {source.root.name}", hint=error.hint) from None
+    places = layouts[source.container].places
+    fields = {
+        name: _field(source.container, places[stored_name(source.name, name)], array) for name, array in arrays.items()
+    }
+    return Stored(
+        TensorRecord(
+            name=source.name,
+            shape=source.shape,
+            format=source.format,
+            params=dict(source.params),
+            fields=fields,
+            source=source.root.name,
+            source_nbytes=source.root.nbytes,
+            error=sums.figures(),
         )
-    return Stored(_record(source, fields, sums), source.sites)
-
-
-def _record(source: Source, fields: dict[str, FieldRecord], sums: ErrorSums) -> TensorRecord:
-    return TensorRecord(
-        name=source.name,
-        shape=source.shape,
-        format=source.format.name,
-        params=dict(source.format.params),
-        fields=fields,
-        source=source.constant.root.name,
-        source_nbytes=source.constant.root.nbytes,
-        error=sums.figures(),
     )
+
+
+def _field(file: str, place: Place, array: Array) -> FieldRecord:
+    digest = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+    return FieldRecord(file, place.offset, place.nbytes, array.dtype.name, tuple(array.shape), digest)
 
 
 def external_leaves(constant: Constant) -> dict[str, ir.TensorProtocol]:

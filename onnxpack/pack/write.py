@@ -16,8 +16,9 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxpack.formats.base import FieldSpec
 from onnxpack.graph.changes import Change
-from onnxpack.graph.externalize import drop_unused_initializers, large_tensors, lift_large_constants
+from onnxpack.graph.externalize import drop_unused_initializers, large_tensors
 from onnxpack.graph.load import Model
 from onnxpack.graph.paths import foreign_operators
 from onnxpack.graph.rewrite import PackedWeight, rewrite
@@ -27,9 +28,9 @@ from onnxpack.pack import data as float_data
 from onnxpack.pack import manifest as m
 from onnxpack.pack.container import Layout, create
 from onnxpack.pack.read import GRAPH, file_sha256
+from onnxpack.pack.sources import FloatSource, OwnSource, Source
 from onnxpack.pack.space import require
 from onnxpack.pack.weights import (
-    Source,
     Stored,
     containers,
     distinct,
@@ -75,11 +76,16 @@ def write(
         kept = [source for source in sources if aliases[source.name] == source.name]
         layouts = containers(kept)
     with clock("graph"):
-        leaves = {name: t for source in sources for name, t in external_leaves(source.constant).items()}
+        leaves = {n: t for source in sources for c in source.constants for n, t in external_leaves(c).items()}
         packed = _packed_weights(kept, layouts, model.opset)
-        joined = [(packed[s.name], [u for n, us in users.items() if aliases[n] == s.name for u in us]) for s in kept]
+        joined = [
+            (weight, [u for n, us in users.items() if aliases[n] == name for u in us])
+            for name, weight in packed.items()
+        ]
         changes, node_names = rewrite(model, joined)
-        floats = _externalize(model, store, [t for weight in packed.values() for t in weight.tensors.values()], leaves)
+        ours = [tensor for weight in packed.values() for tensor in weight.tensors.values()]
+        ours += _redirect_codes(sources, aliases, layouts)
+        floats = _externalize(model, store, ours, leaves)
         graph = _serialize(model)
         (draft / GRAPH).write_bytes(graph)
         require(draft, sum(plan.nbytes for plan in layouts.values()) + floats.nbytes)
@@ -98,28 +104,43 @@ def write(
 def _packed_weights(kept: list[Source], layouts: dict[str, Layout], opset: int) -> dict[str, PackedWeight]:
     packed = {}
     for source in kept:
-        made, shape = source.format, source.format_shape
+        if not isinstance(source, FloatSource):
+            continue
+        made, shape = source.encoder, source.format_shape
         places = layouts[made.container].places
-        tensors = {}
-        for name, view in made.views(shape).items():
-            place = places[stored_name(source.name, view.field)]
-            tensors[name] = ir.ExternalTensor(
-                made.container,
-                place.offset,
-                view.spec.nbytes,
-                ir.DataType.from_numpy(view.spec.dtype),
-                shape=ir.Shape(view.spec.shape),
-                name=name,
-            )
+        tensors = {
+            name: _external(made.container, places[stored_name(source.name, view.field)].offset, view.spec, name)
+            for name, view in made.views(shape).items()
+        }
         packed[source.name] = PackedWeight(source.name, tensors, made.decoder(shape, opset), made.orientation)
     return packed
+
+
+def _external(file: str, offset: int, spec: FieldSpec, name: str) -> ir.ExternalTensor:
+    dtype = ir.DataType.from_numpy(spec.dtype)
+    return ir.ExternalTensor(file, offset, spec.nbytes, dtype, shape=ir.Shape(spec.shape), name=name)
+
+
+def _redirect_codes(
+    sources: list[Source], aliases: dict[str, str], layouts: dict[str, Layout]
+) -> list[ir.ExternalTensor]:
+    """Let the graph's own codes be read where they are stored as operands, so that no byte is stored twice."""
+    made = []
+    for source in sources:
+        value = source.own.initializer if isinstance(source, OwnSource) else None
+        if value is None:
+            continue
+        place = layouts[source.container].places[stored_name(aliases[source.name], "codes")]
+        tensor = _external(source.container, place.offset, place.spec, value.name or "")
+        value.const_value = tensor
+        made.append(tensor)
+    return made
 
 
 def _externalize(
     model: Model, store: TensorStore, packed: list[ir.ExternalTensor], leaves: dict[str, ir.TensorProtocol]
 ) -> float_data.DataLayout:
     """Give every large tensor that stays float its place in the data file; remember the external ones among them."""
-    lift_large_constants(model.ir)
     drop_unused_initializers(model.ir)
     values = large_tensors(model.ir, {id(tensor) for tensor in packed})
     tensors = [value.const_value for value in values if value.const_value is not None]
@@ -168,7 +189,7 @@ def _fill(
             sizes.append(tensor.nbytes)
         for source in kept:
             tasks.append(partial(_encode, source, store, layouts, arrays, on_weight))
-            sizes.append(source.constant.nbytes)
+            sizes.append(source.constants[0].nbytes)
         results = in_threads(tasks, sizes)
         arrays.clear()
     stored = {result.record.name: result for result in results if isinstance(result, Stored)}
