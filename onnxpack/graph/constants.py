@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxpack.errors import ModelError
@@ -130,7 +129,7 @@ class ConstantResolver:
 
     def _small(self, constant: Constant) -> Array:
         """Values of a shape or an axis list: the only bytes that are read to know what a weight is."""
-        if int(np.prod(constant.shape, dtype=np.int64)) > 1024:
+        if any(math.prod(part.shape) > _SMALL_ELEMENTS for part in _parts(constant)):
             raise ValueError(f"{constant.name!r} is too long for a shape")
         return evaluate(constant, self._store)
 
@@ -139,8 +138,30 @@ def _leaf(name: str, tensor: ir.TensorProtocol, reason: Reason | None = None) ->
     return Constant(name, shape_of(tensor), tensor.dtype, tensor, reason=reason)
 
 
+_SMALL_ELEMENTS = 1024
+_GROWTH, _ALWAYS_ALLOWED = 64, 256 << 20
+"""A constant that is computed may take that many times its stored bytes, and so many bytes in any case. The most that
+formats need is 16 (two bits to float32); a fill value blown up by Expand and added to itself could ask for anything."""
+
+
+def _parts(constant: Constant) -> list[Constant]:
+    """A constant and everything it is made of, each once."""
+    found: dict[Constant, None] = {}
+    stack = [constant]
+    while stack:
+        at = stack.pop()
+        if at not in found:
+            found[at] = None
+            stack += [c for c in at.inputs if c is not None]
+    return list(found)
+
+
 def evaluate(constant: Constant, store: TensorStore) -> Array:
-    """The numbers of a constant. A view of the stored bytes where possible; do not write to it."""
+    """The numbers of a constant. A view of the stored bytes where possible; do not write to it.
+
+    ModelError when an operator cannot be applied, or would need far more memory than the bytes it starts from.
+    """
+    limit = max(_ALWAYS_ALLOWED, _GROWTH * sum(part.nbytes for part in _parts(constant) if part.tensor is not None))
     done: dict[Constant, Array] = {}
     stack = [constant]
     while stack:
@@ -156,10 +177,18 @@ def evaluate(constant: Constant, store: TensorStore) -> Array:
             done[at] = store.array(at.tensor)
         else:
             assert at.node is not None
-            arrays = [None if c is None else done[c] for c in at.inputs]
-            done[at] = views.VIEWS[at.node.op_type].apply(at.node, arrays, at.index)
+            done[at] = _apply(at, at.node, [None if c is None else done[c] for c in at.inputs], limit)
         stack.pop()
     return done[constant]
+
+
+def _apply(at: Constant, node: ir.Node, arrays: Sequence[Array | None], limit: int) -> Array:
+    if at.nbytes > limit and node.op_type not in views.WITHOUT_COPY:
+        raise ModelError(f"{at.nbytes} bytes would have to be computed", where=path_of(node), hint="fold constants")
+    try:
+        return views.VIEWS[node.op_type].apply(node, arrays, at.index)
+    except (ValueError, IndexError, TypeError, KeyError, OverflowError) as error:
+        raise ModelError(f"cannot be computed: {error}", where=path_of(node)) from None
 
 
 def structure(constant: Constant) -> str:

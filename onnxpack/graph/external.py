@@ -25,6 +25,8 @@ class Region:
     file: str
     offset: int
     nbytes: int
+    inode: tuple[int, int] = (0, 0)
+    """Device and number: what tells files apart that may be addressed by several names."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,15 @@ def locate(entries: Iterable[tuple[str, str]], nbytes: int, folder: Folder, tens
         raise ModelError(
             f"external data {location!r}: length {length}, but the tensor's shape and type need {nbytes}", where=where
         )
-    size = os.stat(file).st_size
+    status = os.stat(file)
+    size = status.st_size
     if offset + nbytes > size:
         raise ModelError(
             f"external data {location!r}: bytes {offset} to {offset + nbytes} lie beyond the file's {size}",
             where=where,
             hint="the file is truncated or belongs to another model",
         )
-    return Region(file, offset, nbytes)
+    return Region(file, offset, nbytes, (status.st_dev, status.st_ino))
 
 
 def _keys(entries: Iterable[tuple[str, str]], tensor: str) -> Mapping[str, str]:
@@ -106,13 +109,13 @@ def _number(text: str, key: str, location: str, where: str) -> int:
 def refuse_overlaps(regions: Iterable[tuple[str, Region]]) -> None:
     """Two tensors may name the very same bytes, never bytes that partly overlap. ModelError names both."""
     last: tuple[str, Region] | None = None
-    for name, region in sorted(regions, key=lambda item: (item[1].file, item[1].offset, item[1].nbytes)):
+    for name, region in sorted(regions, key=lambda item: (item[1].inode, item[1].offset, item[1].nbytes)):
         if not region.nbytes:
             continue
         if last is not None:
             before = last[1]
-            overlaps = region.file == before.file and region.offset < before.offset + before.nbytes
-            if overlaps and region != before:
+            overlaps = region.inode == before.inode and region.offset < before.offset + before.nbytes
+            if overlaps and (region.offset, region.nbytes) != (before.offset, before.nbytes):
                 location = os.path.basename(region.file)
                 raise ModelError(
                     f"its external data in {location!r} overlaps that of {last[0]}", where=f"tensor {name}"

@@ -53,16 +53,23 @@ def _infer(model: ir.Model) -> dict[str, Dims]:
     stack = [proto.graph]
     while stack:
         graph = stack.pop()
-        for info in (*graph.value_info, *graph.input, *graph.output):
-            if info.type.tensor_type.HasField("shape"):
-                found[info.name] = tuple(
-                    d.dim_value if d.HasField("dim_value") else _symbol(d.dim_param)
-                    for d in info.type.tensor_type.shape.dim
-                )
+        for name, dims in _stated(graph).items():
+            # two bodies may each have a value of this name; then the name says nothing
+            found[name] = dims if found.get(name, dims) == dims else None
         for node in graph.node:
             for attribute in node.attribute:
                 stack += [*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs]
     return found
+
+
+def _stated(graph: onnx.GraphProto) -> dict[str, Dims]:
+    return {
+        info.name: tuple(
+            d.dim_value if d.HasField("dim_value") else _symbol(d.dim_param) for d in info.type.tensor_type.shape.dim
+        )
+        for info in (*graph.value_info, *graph.input, *graph.output)
+        if info.type.tensor_type.HasField("shape")
+    }
 
 
 def _symbol(name: str) -> str | None:

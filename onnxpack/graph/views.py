@@ -419,3 +419,6 @@ VIEWS: dict[str, View] = {
     "QuantizeLinear": View(_quantize, _apply_quantize),
     "DequantizeLinear": View(_dequantize, _apply_dequantize),
 }
+
+WITHOUT_COPY = ("Identity", "Transpose", "Slice", "Split", "Expand", "ConstantOfShape")
+"""Views whose numbers never need memory of their own, whatever their size."""
