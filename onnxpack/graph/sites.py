@@ -90,9 +90,8 @@ class _Finder:
         describe = PRODUCTS.get((node.domain, node.op_type))
         if describe is None:
             return
-        product = describe(node)
         try:
-            yield self._site(node, product)
+            yield self._site(node, describe(node))
         except ModelError as error:
             where = f"{path_of(node)}: {error.where}" if error.where else path_of(node)
             raise ModelError(error.what, where=where, hint=error.hint) from None
@@ -109,6 +108,8 @@ class _Finder:
             reason: Reason | None = product.reason or Reason.DYNAMIC_WEIGHT
         else:
             kind, dtype = "weight", _dtype_name(weight.root.dtype)
+            if node.op_type == "Gemm" and len(weight.shape) != 2:
+                raise ModelError(f"Gemm takes a matrix, the weight is {list(weight.shape)}", where=weight.name)
             k, n = (product.k, product.n) if product.k is not None else _kn(weight, product.transposed_b)
             _check_k(a_dims, k, product.transposed_a)
             reason = product.reason or self._opset_reason or _judge_shape(weight, k, n, a_dims)
@@ -157,13 +158,16 @@ def _gemm(node: ir.Node) -> Product:
 
 def _unbound(a: int, b: int) -> Callable[[ir.Node], Product]:
     def describe(node: ir.Node) -> Product:
-        return Product(_input(node, a), _input(node, b), reason=Reason.UNSUPPORTED_OP)
+        turned_a, turned_b = bool(_int_attribute(node, "transA")), bool(_int_attribute(node, "transB"))
+        return Product(_input(node, a), _input(node, b), turned_a, turned_b, reason=Reason.UNSUPPORTED_OP)
 
     return describe
 
 
 def _matmul_nbits(node: ir.Node) -> Product:
     k, n = _int_attribute(node, "K"), _int_attribute(node, "N")
+    if k <= 0 or n <= 0:
+        raise ModelError("it does not state its K and N")
     return Product(_input(node, 0), _input(node, 1), k=k, n=n, reason=Reason.PACKED_ELSEWHERE)
 
 
@@ -173,6 +177,7 @@ PRODUCTS: dict[tuple[str, str], Callable[[ir.Node], Product]] = {
     ("", "MatMulInteger"): _unbound(0, 1),
     ("", "QLinearMatMul"): _unbound(0, 3),
     ("com.microsoft", "FusedMatMul"): _unbound(0, 1),
+    ("com.microsoft", "FusedGemm"): _unbound(0, 1),
     ("com.microsoft", "MatMulIntegerToFloat"): _unbound(0, 1),
     ("com.microsoft", "DynamicQuantizeMatMul"): _unbound(0, 1),
     ("com.microsoft", "QGemm"): _unbound(0, 3),
@@ -187,7 +192,11 @@ def _input(node: ir.Node, index: int) -> ir.Value | None:
 
 def _int_attribute(node: ir.Node, name: str) -> int:
     attribute = node.attributes.get(name)
-    return 0 if attribute is None or attribute.is_ref() else int(attribute.value)
+    if attribute is None or attribute.is_ref():
+        return 0
+    if attribute.type != ir.AttributeType.INT:
+        raise ModelError(f"attribute {name!r} is not of type INT")
+    return int(attribute.value)
 
 
 def _kn(weight: Constant, transposed: bool) -> tuple[int, int]:
@@ -222,13 +231,13 @@ def _rows(a: Dims, transposed: bool) -> Dim:
     """M: the product of all dimensions of A but the last; symbols are joined by '*'."""
     if a is None:
         return None
-    dims = a[-1:] if transposed else a[:-1]
+    dims = (*a[:-2], *a[-1:]) if transposed else a[:-1]
     if any(d is None for d in dims):
         return None
     number, symbols = 1, []
     for dim in dims:
         for factor in str(dim).split("*"):
-            if factor.isdigit():
+            if factor.isascii() and factor.isdigit():
                 number *= int(factor)
             else:
                 symbols.append(factor)
