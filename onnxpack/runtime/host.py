@@ -12,7 +12,7 @@ from onnxpack.runtime.isolate import main_products
 from onnxpack.runtime.lower import Lowered
 from onnxpack.runtime.opening import Opener
 from onnxpack.runtime.prepare import Weights, isolated_graph, lower_graph
-from onnxpack.runtime.trace import Placed, SymbolRows
+from onnxpack.runtime.trace import Placed, SymbolRows, runs_as_product
 
 
 def host_model(pack: Pack) -> tuple[bytes, Lowered]:
@@ -30,7 +30,7 @@ class HostEngine:
         main = {product.node for product in main_products(model)}
         lowered = lower_graph(model, Weights(pack), constants)
         self._opened = opener(model.SerializeToString(), lowered)
-        bound = [site for site in pack.manifest.sites if site.weight is not None]
+        bound = [site for site in pack.manifest.sites if runs_as_product(site)]
         self.placed = [Placed(site, "host", site.node in main) for site in bound]
         self._inputs = {value.name: list(value.shape) for value in self.signature.get_inputs()}
 

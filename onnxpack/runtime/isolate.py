@@ -22,6 +22,7 @@ from onnxpack.pack.manifest import SiteRecord
 from onnxpack.runtime.constants import Constants
 from onnxpack.runtime.graphs import Scope, bodies, opset, replace_nodes, walk
 from onnxpack.runtime.prune import prune
+from onnxpack.runtime.trace import runs_as_product
 from onnxpack.runtime.types import ElementTypes
 
 DOMAIN = "onnxpack"
@@ -64,7 +65,7 @@ def isolate(model: onnx.ModelProto, sites: Iterable[SiteRecord], constants: Cons
     """
     if (version := opset(model)) < MIN_OPSET:
         raise PackError(f"opset {version} is older than {MIN_OPSET}", where=where, hint="build the pack again")
-    wanted = {site.node: site for site in sites if site.weight is not None}
+    wanted = {site.node: site for site in sites if runs_as_product(site)}
     found = {}
     for scope in walk(model.graph):
         for node in scope[-1].node:

@@ -26,7 +26,7 @@ from onnxpack.runtime.isolate import Product, main_products
 from onnxpack.runtime.opening import Opened, Opener
 from onnxpack.runtime.operands import Operand
 from onnxpack.runtime.prepare import Weights, isolated_graph, lower_graph
-from onnxpack.runtime.trace import CountedRows, Placed
+from onnxpack.runtime.trace import CountedRows, Placed, runs_as_product
 
 _BAND_BYTES = 64 << 20  # of float64 weight at a time
 
@@ -88,7 +88,7 @@ class ReferenceEngine:
         self._weights = Weights(pack)
         model, _ = isolated_graph(pack)
         main = {product.node: product for product in main_products(model)}
-        bound = [site for site in pack.manifest.sites if site.weight is not None]
+        bound = [site for site in pack.manifest.sites if runs_as_product(site)]
         self.placed = [Placed(site, "reference" if site.node in main else "host", site.node in main) for site in bound]
         self._outputs = [value.name for value in model.graph.output]
         self._door, self._accepted = _door(model, opener)

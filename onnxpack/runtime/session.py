@@ -17,7 +17,7 @@ from onnxpack.runtime.host import HostEngine
 from onnxpack.runtime.opening import Opener
 from onnxpack.runtime.options import copy_options
 from onnxpack.runtime.reference import ReferenceEngine
-from onnxpack.runtime.trace import Trace, TraceRecord
+from onnxpack.runtime.trace import Trace, TraceRecord, runs_as_product
 
 Device = Literal["auto", "host", "reference", "npu"]
 
@@ -49,7 +49,7 @@ class PackSession:
     def __init__(self, pack: Pack, engine: HostEngine | ReferenceEngine, device: str, note: str | None = None) -> None:
         self._pack, self._engine, self._device = pack, engine, device
         sites = pack.manifest.sites
-        unbound = [site for site in sites if site.weight is None]
+        unbound = [site for site in sites if not runs_as_product(site)]
         at_load = [TraceRecord(0, site.path, "unbound", None, site.reason) for site in unbound]
         if note is not None:
             at_load.insert(0, TraceRecord(0, None, "host", None, note))

@@ -30,6 +30,14 @@ class TraceRecord:
     """Why it did not run on the NPU."""
 
 
+def runs_as_product(site: SiteRecord) -> bool:
+    """Whether this runtime replaces the site: a float product with a packed weight.
+
+    A folded QDQ group has its own arithmetic, which is not written here yet: the graph's own nodes run it.
+    """
+    return site.weight is not None and site.qdq is None
+
+
 @dataclass(frozen=True)
 class Placed:
     """A bound site and the device that runs it."""
