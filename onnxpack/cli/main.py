@@ -18,6 +18,9 @@ COMMANDS: dict[str, str] = {
     "census": "List every matrix product of a model, by shape, with the reason for each that stays on the CPU.",
     "build": "Pack a model: int8 operands, plain graph, manifest, one directory.",
     "inspect": "Show what a pack holds.",
+    "run": "Run a pack once: its outputs in short, and where its products ran.",
+    "verify": "Compare a pack with its source model, product by product if asked, and its files with their digests.",
+    "bench": "Time a pack beside the float model.",
 }
 """Name to one-line help; the module is onnxpack.cli.<name>. Help must not import the commands: it has to be fast."""
 

@@ -1,0 +1,1 @@
+"""Measuring a pack against its source model: accuracy, single products, speed."""
