@@ -8,7 +8,8 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
-from onnxpack.graph.paths import all_nodes
+from onnxpack.graph.paths import all_graphs
+from onnxpack.graph.tensors import shape_of
 
 Dim = int | str | None
 Dims = tuple[Dim, ...] | None
@@ -80,13 +81,13 @@ def _symbol(name: str) -> str | None:
 def _without_weights(model: ir.Model) -> onnx.ModelProto:
     """The model as a protobuf in which every large tensor is external data that does not exist."""
     held: list[tuple[ir.Value, ir.TensorProtocol]] = []
-    graphs = {id(node.graph): node.graph for node in all_nodes(model.graph)} | {id(model.graph): model.graph}
-    for graph in graphs.values():
-        for value in getattr(graph, "initializers", {}).values():
+    for graph in all_graphs(model.graph):
+        for value in graph.initializers.values():
             tensor = value.const_value
             if tensor is not None and tensor.nbytes > _KEPT_BYTES and not isinstance(tensor, ir.ExternalTensor):
                 held.append((value, tensor))
-                value.const_value = ir.ExternalTensor("w", 0, None, tensor.dtype, shape=tensor.shape, name=tensor.name)
+                shape = ir.Shape(shape_of(tensor))
+                value.const_value = ir.ExternalTensor("w", 0, None, tensor.dtype, shape=shape, name=tensor.name or "")
     try:
         return ir.serde.serialize_model(model)
     finally:

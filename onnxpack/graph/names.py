@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxpack.graph.paths import all_nodes, path_of
+from onnxpack.graph.paths import all_graphs, all_nodes, path_of
 
 
 class Namer:
@@ -13,12 +13,9 @@ class Namer:
     def __init__(self, model: ir.Model) -> None:
         self._values: set[str] = set()
         self._nodes: set[str] = set()
-        graphs = {id(model.graph): model.graph}
         for node in all_nodes(model.graph):
             self._values.update(value.name for value in node.outputs if value.name)
-            if isinstance(node.graph, ir.Graph):
-                graphs[id(node.graph)] = node.graph
-        for graph in graphs.values():
+        for graph in all_graphs(model.graph):
             self._values.update(value.name for value in graph.inputs if value.name)
             self._values.update(graph.initializers)
 

@@ -55,6 +55,14 @@ def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
         stack += [iter(body) for _, body in reversed(bodies(node))]
 
 
+def all_graphs(graph: ir.Graph) -> list[ir.Graph]:
+    """A graph and its bodies, also those that have no nodes, in order."""
+    found = [graph]
+    for node in all_nodes(graph):
+        found += [body for _, body in bodies(node)]
+    return found
+
+
 def foreign_operators(graph: ir.Graph) -> dict[str, list[str]]:
     """Operators outside ai.onnx, by domain."""
     found: dict[str, set[str]] = {}

@@ -49,6 +49,10 @@ class Source(ABC):
         """Stored tensors."""
 
     @abstractmethod
+    def numbers(self, store: TensorStore) -> list[Array]:
+        """What two sources of one format and shape must have in common to be one weight."""
+
+    @abstractmethod
     def fill(self, store: TensorStore, out: Mapping[str, Array]) -> ErrorSums:
         """Write the fields. ModelError when a value is not finite."""
 
@@ -98,14 +102,18 @@ class FloatSource(Source):
     def fields(self) -> dict[str, FieldSpec]:
         return self.encoder.fields(self.format_shape)
 
+    def numbers(self, store: TensorStore) -> list[Array]:
+        array = evaluate(self.constant, store)
+        array = array.reshape(array.shape[-2:])
+        return [array.T if self.transposed else array]
+
     def fill(self, store: TensorStore, out: Mapping[str, Array]) -> ErrorSums:
         return self.encoder.encode_into(self._matrix(store), out)
 
     def _matrix(self, store: TensorStore) -> Array:
         """The numbers in the format's orientation; a view of the stored bytes wherever that is possible."""
-        array = evaluate(self.constant, store)
-        array = array.reshape(array.shape[-2:])
-        if self.transposed != (self.encoder.orientation is Orientation.NK):
+        (array,) = self.numbers(store)
+        if self.encoder.orientation is Orientation.NK:
             array = array.T
         if not self.encoder.takes_any_float and array.dtype != np.float32:
             array = array.astype(np.float32)
@@ -142,6 +150,9 @@ class OwnSource(Source):
     def fields(self) -> dict[str, FieldSpec]:
         names = ("codes", "scales", "zero_points")
         return {n: FieldSpec(_stored_type(c.dtype), c.shape) for n, c in zip(names, self.constants, strict=False)}
+
+    def numbers(self, store: TensorStore) -> list[Array]:
+        return [evaluate(constant, store) for constant in self.constants]
 
     def fill(self, store: TensorStore, out: Mapping[str, Array]) -> ErrorSums:
         for constant, array in zip(self.constants, out.values(), strict=True):

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxpack.errors import ModelError, OnnxpackError
 from onnxpack.formats.base import FieldSpec
-from onnxpack.graph.constants import Constant, evaluate
+from onnxpack.graph.constants import Constant
 from onnxpack.graph.tensors import TensorStore
 from onnxpack.pack.container import Layout, Place, layout
 from onnxpack.pack.manifest import FieldRecord, TensorRecord
@@ -37,15 +37,16 @@ def distinct(sources: Sequence[Source], store: TensorStore) -> dict[str, str]:
 
     Numbers are compared, never names; most weights differ in a small sample and are not read for it.
     """
-    groups: dict[Any, list[tuple[Source, list[Array]]]] = {}
+    groups: dict[Any, list[Source]] = {}
     stored: dict[str, str] = {}
     for source in sources:
-        numbers = [evaluate(constant, store) for constant in source.constants]
-        key = (source.shape, source.transposed, source.format, repr(source.params), *map(_sample, numbers))
+        # the numbers are let go again: those of computed weights are in memory, all of them together would be a model
+        numbers = source.numbers(store)
+        key = (source.shape, source.format, repr(source.params), *map(_sample, numbers))
         same = groups.setdefault(key, [])
-        twin = next((other for other, held in same if all(map(_equal, held, numbers))), None)
+        twin = next((other for other in same if all(map(_equal, other.numbers(store), numbers))), None)
         if twin is None:
-            same.append((source, numbers))
+            same.append(source)
         stored[source.name] = (twin or source).name
     return stored
 
@@ -60,7 +61,7 @@ def _equal(a: Array, b: Array) -> bool:
         return False
     if a.ndim < 2:
         return np.array_equal(a, b)
-    first, second = a.reshape(a.shape[-2:]), b.reshape(b.shape[-2:])
+    first, second = a, b
     if first.strides[0] < first.strides[1]:
         first, second = first.T, second.T
     rows = range(0, len(first), _COMPARE_ROWS)

@@ -18,9 +18,9 @@ import onnx_ir as ir
 
 from onnxpack.formats.base import FieldSpec
 from onnxpack.graph.changes import Change
-from onnxpack.graph.externalize import drop_unused_initializers, large_tensors
+from onnxpack.graph.externalize import drop_unused_initializers, inline_attribute_tensors, inlined, large_tensors
 from onnxpack.graph.load import Model
-from onnxpack.graph.paths import foreign_operators
+from onnxpack.graph.paths import all_graphs, foreign_operators
 from onnxpack.graph.rewrite import PackedWeight, rewrite
 from onnxpack.graph.sites import Site
 from onnxpack.graph.tensors import TensorStore, shape_of
@@ -142,6 +142,11 @@ def _externalize(
 ) -> float_data.DataLayout:
     """Give every large tensor that stays float its place in the data file; remember the external ones among them."""
     drop_unused_initializers(model.ir)
+    inline_attribute_tensors(model.ir, store)
+    for graph in all_graphs(model.ir.graph):
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor) and not value.const_value.nbytes:
+                value.const_value = inlined(value.const_value, store)  # no bytes: there may be no file to name
     values = large_tensors(model.ir, {id(tensor) for tensor in packed})
     tensors = [value.const_value for value in values if value.const_value is not None]
     leaves.update({t.name or "": t for t in tensors if isinstance(t, ir.ExternalTensor)})
