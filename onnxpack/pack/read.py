@@ -16,11 +16,14 @@ import numpy.typing as npt
 
 from onnxpack import records
 from onnxpack.errors import PackError
+from onnxpack.pack.container import DTYPES
+from onnxpack.pack.digest import content_digest, files_digest
 from onnxpack.pack.manifest import SCHEMA, FieldRecord, Manifest, TensorRecord
 
 _MANIFEST_LIMIT = 256 << 20
 MANIFEST = "pack.json"
 GRAPH = "model.onnx"
+DATA = "model.data"
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,25 @@ def open_pack(path: str | Path, check: Literal["headers", "full"] = "headers") -
     PackError says what does not fit.
     """
     root = Path(path)
+    try:
+        pack = _open_checked(root)
+        if check == "full":
+            _check_digests(pack)
+    except OSError as error:
+        raise PackError(f"cannot be read: {error.strerror}", where=str(error.filename or root)) from None
+    except ValueError as error:  # a path that no file system takes: a NUL, a surrogate
+        raise PackError(f"cannot be read: {error}", where=str(root)) from None
+    return pack
+
+
+def _open_checked(root: Path) -> Pack:
     manifest = _read_manifest(root)
-    sizes = {}
+    sizes: dict[str, int] = {}
     for record in manifest.files:
+        if record.path in sizes:
+            raise PackError(f"the manifest lists {record.path!r} twice", where=str(root), hint=_REBUILD)
         sizes[record.path] = record.nbytes
         _check_file(root, record.path, record.nbytes)
-        if check == "full":
-            found = file_sha256(root / record.path)
-            if found != record.sha256:
-                raise PackError("digest differs from the manifest's", where=str(root / record.path), hint=_REBUILD)
     for tensor in manifest.tensors:
         for name, stored in tensor.fields.items():
             _check_field(f"{root}: tensor {tensor.name}, field {name}", stored, sizes)
@@ -70,6 +83,26 @@ def open_pack(path: str | Path, check: Literal["headers", "full"] = "headers") -
         raise PackError(f"the manifest lists no {GRAPH}", where=str(root), hint=_REBUILD)
     _check_sites(root, manifest)
     return Pack(root, manifest)
+
+
+def _check_digests(pack: Pack) -> None:
+    """Every digest of the manifest against the bytes, and the two of the whole against their parts."""
+    manifest, root = pack.manifest, pack.path
+    digests = {}
+    for record in manifest.files:
+        digests[record.path] = record.sha256
+        if file_sha256(root / record.path) != record.sha256:
+            raise PackError("digest differs from the manifest's", where=str(root / record.path), hint=_REBUILD)
+    for tensor in manifest.tensors:
+        for name, stored in tensor.fields.items():
+            if array_sha256(pack.field(stored)) != stored.sha256:
+                where = f"{root}: tensor {tensor.name}, field {name}"
+                raise PackError("digest differs from the manifest's", where=where, hint=_REBUILD)
+    content = content_digest(digests[GRAPH], digests.get(DATA, ""), manifest.tensors, manifest.sites, manifest.kernels)
+    # A later minor version may count more in; its readers know how.
+    same_version = manifest.schema == SCHEMA
+    if files_digest(manifest.files) != manifest.files_digest or (same_version and content != manifest.content_digest):
+        raise PackError("the manifest has been changed since it was written", where=str(root), hint=_REBUILD)
 
 
 _REBUILD = "build the pack again"
@@ -133,6 +166,8 @@ def _check_field(where: str, record: FieldRecord, sizes: dict[str, int]) -> None
 
 def _check_sites(root: Path, manifest: Manifest) -> None:
     known = {tensor.name: tensor.shape for tensor in manifest.tensors}
+    if len(known) != len(manifest.tensors):
+        raise PackError("two weights of the manifest have one name", where=str(root), hint=_REBUILD)
     for site in manifest.sites:
         if site.weight is None:
             continue
@@ -147,15 +182,17 @@ def _check_sites(root: Path, manifest: Manifest) -> None:
 
 def dtype_of(name: str, where: str) -> np.dtype[Any]:
     """The dtype that a manifest or a header names. PackError for anything that is not a plain number type."""
-    import ml_dtypes
+    if name not in _TYPES:
+        raise PackError(f"type {name[:40]!r} is not a number type", where=where)
+    return _TYPES[name]
 
-    try:
-        dtype = np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError:
-        raise PackError(f"unknown type {name!r}", where=where) from None
-    if dtype.kind not in "biufV" or dtype.itemsize == 0 or dtype.names:
-        raise PackError(f"type {name!r} is not a number type", where=where)
-    return dtype
+
+_TYPES = {dtype.name: dtype for dtype in DTYPES.values()}
+
+
+def array_sha256(array: npt.NDArray[Any]) -> str:
+    """Digest of the bytes of an array in row-major order."""
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def file_sha256(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 
 from onnxpack import records
+from onnxpack.pack.digest import content_digest, files_digest
 from onnxpack.pack.manifest import (
     SCHEMA,
     Coverage,
@@ -124,8 +126,8 @@ class Draft:
             coverage=Coverage(len(sites), len(sites), bound, 0),
             changes=[],
             files=files,
-            content_digest="0" * 64,
-            files_digest="0" * 64,
+            content_digest=content_digest(files[0].sha256, "", tensors, sites, list(self.kernels)),
+            files_digest=files_digest(files),
         )
 
 
@@ -166,7 +168,8 @@ def _places(file: Path) -> dict[str, FieldRecord]:
     for name, entry in json.loads(data[8:start]).items():
         begin, end = entry["data_offsets"]
         dtype = {"I8": "int8", "F32": "float32"}[entry["dtype"]]
-        found[name] = FieldRecord(file.name, start + begin, end - begin, dtype, tuple(entry["shape"]), "0" * 64)
+        digest = hashlib.sha256(data[start + begin : start + end]).hexdigest()
+        found[name] = FieldRecord(file.name, start + begin, end - begin, dtype, tuple(entry["shape"]), digest)
     return found
 
 
