@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 
 from onnxpack.formats.base import Decoder, Orientation
@@ -69,9 +70,9 @@ class _Rewriter:
         for name, tensor in weight.tensors.items():
             scope[name] = self._initializer(f"{weight.name}.{name}", tensor)
         for constant in weight.decoder.constants:
-            scope[constant.name] = self._initializer(
-                f"{weight.name}.{constant.name}", ir.serde.deserialize_tensor(constant)
-            )
+            local, copy = constant.name, onnx.TensorProto()
+            copy.CopyFrom(constant)  # the initializer gets a name of its own; the decoder keeps its
+            scope[local] = self._initializer(f"{weight.name}.{local}", ir.serde.deserialize_tensor(copy))
         why = f"decodes weight {weight.name!r}"
         for proto in weight.decoder.nodes:
             inputs = [scope[name] for name in proto.input]

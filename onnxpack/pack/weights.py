@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from onnxpack.graph.constants import Constant
 from onnxpack.graph.tensors import TensorStore
 from onnxpack.pack.container import Layout, Place, layout
 from onnxpack.pack.manifest import FieldRecord, TensorRecord
+from onnxpack.pack.read import array_sha256
 from onnxpack.pack.sources import Source
 from onnxpack.types import Array
 
@@ -68,32 +68,52 @@ def _equal(a: Array, b: Array) -> bool:
     return all(np.array_equal(first[i : i + _COMPARE_ROWS], second[i : i + _COMPARE_ROWS]) for i in rows)
 
 
-def containers(sources: Iterable[Source]) -> dict[str, Layout]:
-    """The files that hold these weights, laid out: file name to layout."""
+@dataclass(frozen=True)
+class Containers:
+    """The files that hold the weights, laid out."""
+
+    layouts: Mapping[str, Layout]
+    """By file name."""
+    _names: Mapping[tuple[str, str], tuple[str, str]]
+
+    def key(self, weight: str, field: str) -> tuple[str, str]:
+        """File, and name in it, of a field of a weight."""
+        return self._names[weight, field]
+
+    def place(self, weight: str, field: str) -> Place:
+        """Where the bytes of a field are in its file."""
+        file, name = self._names[weight, field]
+        return self.layouts[file].places[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(plan.nbytes for plan in self.layouts.values())
+
+
+def containers(sources: Iterable[Source]) -> Containers:
+    """Lay the files out. A tensor is called after its weight, and its field where the weight has several."""
     entries: dict[str, dict[str, FieldSpec]] = {}
+    names: dict[tuple[str, str], tuple[str, str]] = {}
     for source in sources:
-        held = entries.setdefault(source.container, {})
-        for name, spec in source.fields().items():
-            held[stored_name(source.name, name)] = spec
-    return {file: layout(fields) for file, fields in entries.items()}
+        held, fields = entries.setdefault(source.container, {}), source.fields()
+        for field, spec in fields.items():
+            name = source.name if len(fields) == 1 else f"{source.name}.{field}"
+            while name in held:  # "a" + "b.codes" and "a.b" + "codes" are two tensors
+                name += "#"
+            held[name] = spec
+            names[source.name, field] = (source.container, name)
+    return Containers({file: layout(fields) for file, fields in entries.items()}, names)
 
 
-def stored_name(weight: str, field: str) -> str:
-    """Name of a field in its container."""
-    return f"{weight}.{field}"
-
-
-def encode(source: Source, store: TensorStore, layouts: Mapping[str, Layout], out: Mapping[str, Array]) -> Stored:
+def encode(source: Source, store: TensorStore, files: Containers, out: Mapping[tuple[str, str], Array]) -> Stored:
     """Write one weight into its mapped fields. ModelError names the tensor when a value is not finite."""
-    arrays = {name: out[stored_name(source.name, name)] for name in source.fields()}
+    arrays = {field: out[files.key(source.name, field)] for field in source.fields()}
     try:
         sums = source.fill(store, arrays)
     except ModelError as error:
         raise ModelError(error.what, where=f"tensor {source.root.name}", hint=error.hint) from None
-    places = layouts[source.container].places
-    fields = {
-        name: _field(source.container, places[stored_name(source.name, name)], array) for name, array in arrays.items()
-    }
+    fields = {name: _field(source.container, files.place(source.name, name), array) for name, array in arrays.items()}
     return Stored(
         TensorRecord(
             name=source.name,
@@ -109,8 +129,7 @@ def encode(source: Source, store: TensorStore, layouts: Mapping[str, Layout], ou
 
 
 def _field(file: str, place: Place, array: Array) -> FieldRecord:
-    digest = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
-    return FieldRecord(file, place.offset, place.nbytes, array.dtype.name, tuple(array.shape), digest)
+    return FieldRecord(file, place.offset, place.nbytes, array.dtype.name, tuple(array.shape), array_sha256(array))
 
 
 def external_leaves(constant: Constant) -> dict[str, ir.TensorProtocol]:

@@ -26,22 +26,21 @@ from onnxpack.graph.sites import Site
 from onnxpack.graph.tensors import TensorStore, shape_of
 from onnxpack.pack import data as float_data
 from onnxpack.pack import manifest as m
-from onnxpack.pack.container import Layout, create
-from onnxpack.pack.read import GRAPH, file_sha256
+from onnxpack.pack.container import create
+from onnxpack.pack.read import DATA, GRAPH, file_sha256
 from onnxpack.pack.sources import FloatSource, OwnSource, Source
 from onnxpack.pack.space import require
 from onnxpack.pack.weights import (
+    Containers,
     Stored,
     containers,
     distinct,
     encode,
     external_leaves,
     in_threads,
-    stored_name,
 )
 from onnxpack.types import Array
 
-DATA = "model.data"
 OnWeight = Callable[[Stored], None]
 Clock = Callable[[str], AbstractContextManager[None]]
 
@@ -74,42 +73,41 @@ def write(
     with clock("layout"):
         aliases = distinct(sources, store)
         kept = [source for source in sources if aliases[source.name] == source.name]
-        layouts = containers(kept)
+        boxes = containers(kept)
     with clock("graph"):
         leaves = {n: t for source in sources for c in source.constants for n, t in external_leaves(c).items()}
-        packed = _packed_weights(kept, layouts, model.opset)
+        packed = _packed_weights(kept, boxes, model.opset)
         joined = [
             (weight, [u for n, us in users.items() if aliases[n] == name for u in us])
             for name, weight in packed.items()
         ]
         changes, node_names = rewrite(model, joined)
         ours = [tensor for weight in packed.values() for tensor in weight.tensors.values()]
-        ours += _redirect_codes(sources, aliases, layouts)
+        ours += _redirect_codes(sources, aliases, boxes)
         floats = _externalize(model, store, ours, leaves)
         graph = _serialize(model)
         (draft / GRAPH).write_bytes(graph)
-        require(draft, sum(plan.nbytes for plan in layouts.values()) + floats.nbytes)
+        require(draft, boxes.nbytes + floats.nbytes)
     with clock("weights"):
-        stored, data_sha, digests = _fill(draft, store, kept, layouts, floats, leaves, on_weight)
+        stored, data_sha, digests = _fill(draft, store, kept, boxes, floats, leaves, on_weight)
     with clock("digests"):
         files = [m.FileRecord(GRAPH, len(graph), hashlib.sha256(graph).hexdigest())]
         if floats.nbytes:
             files.append(m.FileRecord(DATA, floats.nbytes, data_sha))
-        files += [m.FileRecord(file, plan.nbytes, file_sha256(draft / file)) for file, plan in layouts.items()]
+        files += [m.FileRecord(file, plan.nbytes, file_sha256(draft / file)) for file, plan in boxes.layouts.items()]
         files.sort(key=lambda record: record.path)
     foreign = foreign_operators(model.ir.graph)
     return Written(stored, aliases, users, changes, node_names, files, digests, model.opset, foreign)
 
 
-def _packed_weights(kept: list[Source], layouts: dict[str, Layout], opset: int) -> dict[str, PackedWeight]:
+def _packed_weights(kept: list[Source], boxes: Containers, opset: int) -> dict[str, PackedWeight]:
     packed = {}
     for source in kept:
         if not isinstance(source, FloatSource):
             continue
         made, shape = source.encoder, source.format_shape
-        places = layouts[made.container].places
         tensors = {
-            name: _external(made.container, places[stored_name(source.name, view.field)].offset, view.spec, name)
+            name: _external(made.container, boxes.place(source.name, view.field).offset, view.spec, name)
             for name, view in made.views(shape).items()
         }
         packed[source.name] = PackedWeight(source.name, tensors, made.decoder(shape, opset), made.orientation)
@@ -121,16 +119,14 @@ def _external(file: str, offset: int, spec: FieldSpec, name: str) -> ir.External
     return ir.ExternalTensor(file, offset, spec.nbytes, dtype, shape=ir.Shape(spec.shape), name=name)
 
 
-def _redirect_codes(
-    sources: list[Source], aliases: dict[str, str], layouts: dict[str, Layout]
-) -> list[ir.ExternalTensor]:
+def _redirect_codes(sources: list[Source], aliases: dict[str, str], boxes: Containers) -> list[ir.ExternalTensor]:
     """Let the graph's own codes be read where they are stored as operands, so that no byte is stored twice."""
     made = []
     for source in sources:
         value = source.own.initializer if isinstance(source, OwnSource) else None
         if value is None:
             continue
-        place = layouts[source.container].places[stored_name(aliases[source.name], "codes")]
+        place = boxes.place(aliases[source.name], "codes")
         tensor = _external(source.container, place.offset, place.spec, value.name or "")
         value.const_value = tensor
         made.append(tensor)
@@ -173,7 +169,7 @@ def _fill(
     draft: Path,
     store: TensorStore,
     kept: list[Source],
-    layouts: dict[str, Layout],
+    boxes: Containers,
     floats: float_data.DataLayout,
     leaves: dict[str, ir.TensorProtocol],
     on_weight: OnWeight | None,
@@ -186,14 +182,15 @@ def _fill(
         tasks.append(partial(float_data.write, draft / DATA, floats, store))
         sizes.append(floats.nbytes)
     with ExitStack() as stack:
-        arrays: dict[str, Array] = {}
-        for file, plan in layouts.items():
-            arrays |= stack.enter_context(create(draft / file, plan))
+        arrays: dict[tuple[str, str], Array] = {}
+        for file, plan in boxes.layouts.items():
+            mapped = stack.enter_context(create(draft / file, plan))
+            arrays |= {(file, name): array for name, array in mapped.items()}
         for name, tensor in leaves.items():
             tasks.append(partial(_digest, store, name, tensor, digests))
             sizes.append(tensor.nbytes)
         for source in kept:
-            tasks.append(partial(_encode, source, store, layouts, arrays, on_weight))
+            tasks.append(partial(_encode, source, store, boxes, arrays, on_weight))
             sizes.append(source.constants[0].nbytes)
         results = in_threads(tasks, sizes)
         arrays.clear()
@@ -206,9 +203,13 @@ def _digest(store: TensorStore, name: str, tensor: ir.TensorProtocol, digests: d
 
 
 def _encode(
-    source: Source, store: TensorStore, layouts: dict[str, Layout], out: dict[str, Array], on_weight: OnWeight | None
+    source: Source,
+    store: TensorStore,
+    boxes: Containers,
+    out: dict[tuple[str, str], Array],
+    on_weight: OnWeight | None,
 ) -> Stored:
-    made = encode(source, store, layouts, out)
+    made = encode(source, store, boxes, out)
     if on_weight is not None:
         on_weight(made)
     return made
