@@ -8,7 +8,9 @@ Each pass is a function; the report says how long each took. Nothing of that tim
 from __future__ import annotations
 
 import hashlib
+import os
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,9 +30,9 @@ from onnxpack.pack import manifest as m
 from onnxpack.pack.digest import content_digest, files_digest
 from onnxpack.pack.publish import publishing, refuse_existing
 from onnxpack.pack.qdq import qdq_record
-from onnxpack.pack.read import GRAPH, MANIFEST, open_pack
+from onnxpack.pack.read import DATA, GRAPH, MANIFEST, open_pack
 from onnxpack.pack.sources import FloatSource, OwnSource, Source
-from onnxpack.pack.write import DATA, OnWeight, Written, write
+from onnxpack.pack.write import OnWeight, Written, write
 from onnxpack.plan import Plan, PlannedWeight, weights_of
 from onnxpack.reasons import Reason
 
@@ -160,7 +162,7 @@ def _manifest(model: Model, sites: Sequence[Site], written: Written, store: Tens
     return m.Manifest(
         schema=m.SCHEMA,
         producer=f"onnxpack {version('onnxpack')}",
-        source=m.SourceRecord(model.name, model.graph_sha256, weights_sha, model.opset),
+        source=m.SourceRecord(_portable(model.name), model.graph_sha256, weights_sha, model.opset),
         target=TARGET,
         opset=written.opset,
         domains=written.domains,
@@ -173,6 +175,11 @@ def _manifest(model: Model, sites: Sequence[Site], written: Written, store: Tens
         content_digest=content_digest(digests[GRAPH], digests.get(DATA, ""), tensors, made, []),
         files_digest=files_digest(written.files),
     )
+
+
+def _portable(name: str) -> str:
+    """A file name that is the same text on every system, whatever its bytes were."""
+    return unicodedata.normalize("NFC", os.fsencode(name).decode("utf-8", "replace"))
 
 
 def _site(site: Site, names: dict[str, str], weight: str | None, store: TensorStore) -> m.SiteRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,8 +72,8 @@ def load(source: str | Path | onnx.ModelProto) -> Model:
         digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
     else:
         path = Path(source)
-        name, folder = path.name, Folder.of(path)
         data = _read(path)
+        name, folder = path.name, Folder.of(path)
         digest = hashlib.sha256(data).hexdigest()
         proto = _parse(data, path)
         del data
@@ -88,15 +89,20 @@ def load(source: str | Path | onnx.ModelProto) -> Model:
 
 def _read(path: Path) -> bytes:
     try:
-        if path.is_dir():
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
             raise ModelError("is a directory", where=str(path), hint="name the .onnx file inside it")
-        if path.stat().st_size > _PROTOBUF_LIMIT:
+        if not stat.S_ISREG(status.st_mode):  # a pipe could keep us waiting, a device give us bytes without end
+            raise ModelError("is not a regular file", where=str(path), hint="save the model as a file")
+        if status.st_size > _PROTOBUF_LIMIT:
             raise ModelError("is larger than 2 GiB, which no protobuf can be", where=str(path), hint=_EXTERNAL)
         data = path.read_bytes()
     except FileNotFoundError:
         raise ModelError("no such file", where=str(path)) from None
     except OSError as error:
         raise ModelError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    except ValueError as error:  # no file system takes such a name
+        raise ModelError(f"cannot be read: {error}", where=str(path)) from None
     if not data:
         raise ModelError("the file is empty", where=str(path))
     return data
