@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     ModelSource = str | Path | onnx.ModelProto
 
-DEFAULT_WEIGHTS = "int8"
+DEFAULT_WEIGHTS = "q4nx"
 
 
 def census(model: ModelSource, kernels: str | Path | None = None) -> Census:
@@ -60,12 +60,14 @@ def build(
     elfs_out: str | Path | None = None,
     force: bool = False,
     *,
+    min_cosine: float = 0.99,
     on_weight: Callable[[Stored], None] | None = None,
 ) -> BuildReport:
     """Pack a model into the directory `out`, which appears whole or not at all.
 
     `weights`: a format, or ``pattern=format,...`` over weight names. `plan`: execute exactly this plan instead of
     making one. `force`: replace an existing pack. `on_weight` is called from worker threads as each weight is done.
+    `min_cosine`: a weight that decodes to less than this against its source raises GateError.
     Raises UsageError (target exists), ModelError, EnvironmentFault (space, permission); then `out` is as it was.
     """
     from onnxpack.formats.select import Selection
@@ -80,6 +82,7 @@ def build(
         out,
         lambda loaded, sites: plan if plan is not None else make_plan(loaded, choice, shapes, sites=sites),
         force=force,
+        min_cosine=min_cosine,
         on_weight=on_weight,
     )
 

@@ -38,6 +38,8 @@ from onnxpack.reasons import Reason
 
 TARGET = "npu2"
 _VENDOR = "com.amd"
+MIN_COSINE = 0.99
+"""A weight that decodes to less than this fails the build unless it is allowed to."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,10 @@ def run_build(
     make_plan: Callable[[Model, Sequence[Site]], Plan],
     *,
     force: bool = False,
+    min_cosine: float = MIN_COSINE,
     on_weight: OnWeight | None = None,
 ) -> BuildReport:
-    """Build a pack. UsageError, ModelError or EnvironmentFault leave `out` as it was."""
+    """Build a pack. UsageError, ModelError, GateError or EnvironmentFault leave `out` as it was."""
     goal, clock = Path(out), Clock()
     refuse_existing(goal, force)
     with clock("load"):
@@ -98,7 +101,7 @@ def run_build(
         store = TensorStore(loaded.regions)
         sources, users = _sources(loaded, plan, sites)
     with publishing(goal, force) as draft, loaded.located():
-        written = write(draft, loaded, store, sources, users, on_weight, clock)
+        written = write(draft, loaded, store, sources, users, on_weight, min_cosine, clock)
         with clock("manifest"):
             written.changes[:0] = lifted
             made = _manifest(loaded, sites, written, store)

@@ -15,18 +15,35 @@ if TYPE_CHECKING:
 @click.command("build")
 @click.argument("model", type=click.Path())
 @click.option("-o", "--out", required=True, type=click.Path(), metavar="PACK", help="Directory to make.")
-@click.option("--weights", default="int8", show_default=True, metavar="FORMAT|PATTERN=FORMAT,...", help="How to store.")
+@click.option(
+    "--weights",
+    default="q4nx",
+    show_default=True,
+    metavar="FORMAT|PATTERN=FORMAT,...",
+    help="How float weights are stored; `onnxpack formats` lists the formats. First matching pattern wins.",
+)
+@click.option(
+    "--min-cosine",
+    type=click.FloatRange(0, 1),
+    default=0.99,
+    show_default=True,
+    help="Exit 4 when a stored weight is further from its source than this.",
+)
 @click.option("--kernels", metavar="DIR|LIST", help="Kernels to bind: a directory, or MxKxN=path,...")
 @click.option("--force", is_flag=True, help="Replace an existing pack.")
 @click.option("--quiet", is_flag=True, help="No line per weight.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(model: str, out: str, weights: str, kernels: str | None, force: bool, quiet: bool, as_json: bool) -> None:
+def command(
+    model: str, out: str, weights: str, min_cosine: float, kernels: str | None, force: bool, quiet: bool, as_json: bool
+) -> None:
     """Pack MODEL into the directory PACK, which appears whole or not at all."""
     import onnxpack
     from onnxpack.cli.output import print_json
 
     progress = None if quiet else _Progress()
-    report = onnxpack.build(model, out, weights=weights, kernels=kernels, force=force, on_weight=progress)
+    report = onnxpack.build(
+        model, out, weights=weights, kernels=kernels, force=force, min_cosine=min_cosine, on_weight=progress
+    )
     if as_json:
         print_json(report.to_dict())
     else:
@@ -54,6 +71,7 @@ class _Progress:
 def _print(report: BuildReport) -> None:
     from onnxpack.cli.output import human_bytes, print_table
 
+    _print_worst(report)
     rows = [(name, f"{seconds:.3f}") for name, seconds in report.passes.items()]
     print_table(("pass", "seconds"), [*rows, ("total", f"{report.seconds:.3f}")], right=(1,))
     c = report.coverage
@@ -66,3 +84,21 @@ def _print(report: BuildReport) -> None:
     )
     click.echo(f"content digest: {report.content_digest}")
     click.echo(f"files digest:   {report.files_digest}")
+
+
+_WORST = 10
+
+
+def _print_worst(report: BuildReport) -> None:
+    """The weights that lost most, worst first."""
+    from onnxpack.cli.output import print_table
+
+    lossy = sorted((w for w in report.weights if w["relative_rms"]), key=lambda w: (-w["relative_rms"], w["name"]))
+    if not lossy:
+        return
+    rows = [
+        (w["name"], "x".join(map(str, w["shape"])), w["format"], f"{w['relative_rms']:g}", w.get("cosine", "-"))
+        for w in lossy[:_WORST]
+    ]
+    print_table(("largest loss", "K x N", "format", "relative rms", "cosine"), rows, right=(3, 4))
+    click.echo()

@@ -86,6 +86,19 @@ class ErrorSums:
         """
         return {"relative_rms": significant(self.relative_rms)}
 
+    def bands(self) -> dict[str, list[float]]:
+        """Figures per band of output features, for formats that know them: name to one value a band."""
+        return {}
+
+    @property
+    def cosine(self) -> float:
+        """Cosine between source and decoded weight; without further sums, the least that it can be.
+
+        >>> round(ErrorSums(1.0, 100.0).cosine, 4)
+        0.995
+        """
+        return float(np.sqrt(max(0.0, 1 - self.relative_rms**2)))
+
 
 def significant(value: float, digits: int = 4) -> float:
     """Rounded to significant decimal digits."""

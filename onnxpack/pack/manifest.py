@@ -53,7 +53,9 @@ class TensorRecord:
     """Root tensor in the source model."""
     source_nbytes: int
     error: dict[str, float]
-    """Against the source: relative_rms, cosine. 4 significant digits."""
+    """Against the source: relative_rms, and what more the format tells. 4 significant digits."""
+    bands: dict[str, list[float]] = field(default_factory=dict)
+    """The same figures per band of 32 output features, where the format has bands."""
 
 
 @dataclass(frozen=True)

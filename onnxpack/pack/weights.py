@@ -30,6 +30,8 @@ class Stored:
     """One weight that has been stored: its record, and what a person wants to read about it."""
 
     record: TensorRecord
+    cosine: float
+    """Between the source and what the stored bytes mean, or the least that it can be."""
 
 
 def distinct(sources: Sequence[Source], store: TensorStore) -> dict[str, str]:
@@ -124,7 +126,9 @@ def encode(source: Source, store: TensorStore, files: Containers, out: Mapping[t
             source=source.root.name,
             source_nbytes=source.root.nbytes,
             error=sums.figures(),
-        )
+            bands=sums.bands(),
+        ),
+        sums.cosine,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxpack.errors import GateError
 from onnxpack.formats.base import FieldSpec
 from onnxpack.graph.changes import Change
 from onnxpack.graph.externalize import drop_unused_initializers, inline_attribute_tensors, inlined, large_tensors
@@ -67,6 +68,7 @@ def write(
     sources: list[Source],
     users: dict[str, list[Site]],
     on_weight: OnWeight | None,
+    min_cosine: float,
     clock: Clock,
 ) -> Written:
     """Rewrite the model, in place, and write its files into `draft`."""
@@ -89,7 +91,7 @@ def write(
         (draft / GRAPH).write_bytes(graph)
         require(draft, boxes.nbytes + floats.nbytes)
     with clock("weights"):
-        stored, data_sha, digests = _fill(draft, store, kept, boxes, floats, leaves, on_weight)
+        stored, data_sha, digests = _fill(draft, store, kept, boxes, floats, leaves, on_weight, min_cosine)
     with clock("digests"):
         files = [m.FileRecord(GRAPH, len(graph), hashlib.sha256(graph).hexdigest())]
         if floats.nbytes:
@@ -173,6 +175,7 @@ def _fill(
     floats: float_data.DataLayout,
     leaves: dict[str, ir.TensorProtocol],
     on_weight: OnWeight | None,
+    min_cosine: float,
 ) -> tuple[dict[str, Stored], str, dict[str, str]]:
     """Write all bytes: float data, weights, and the digests of what was read, in threads over tensors."""
     digests: dict[str, str] = {}
@@ -190,7 +193,7 @@ def _fill(
             tasks.append(partial(_digest, store, name, tensor, digests))
             sizes.append(tensor.nbytes)
         for source in kept:
-            tasks.append(partial(_encode, source, store, boxes, arrays, on_weight))
+            tasks.append(partial(_encode, source, store, boxes, arrays, on_weight, min_cosine))
             sizes.append(source.constants[0].nbytes)
         results = in_threads(tasks, sizes)
         arrays.clear()
@@ -208,8 +211,15 @@ def _encode(
     boxes: Containers,
     out: dict[tuple[str, str], Array],
     on_weight: OnWeight | None,
+    min_cosine: float,
 ) -> Stored:
     made = encode(source, store, boxes, out)
+    if made.cosine < min_cosine:
+        raise GateError(
+            f"cosine {made.cosine:.4f} with its source in format {source.format}, {min_cosine:g} is asked for",
+            where=f"tensor {source.root.name}",
+            hint="choose another format for it, or allow the loss with --min-cosine",
+        )
     if on_weight is not None:
         on_weight(made)
     return made
