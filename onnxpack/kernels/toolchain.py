@@ -277,7 +277,7 @@ def _help(tool: Tool, env: Mapping[str, str]) -> tuple[str, str | None]:
 
 
 def _probed(tool: Tool, env: Mapping[str, str]) -> Tool:
-    """With the version that it states. One that cannot even do that is not usable (the assembler may lack --version)."""
+    """With the version that it states. Who cannot even do that is not usable (the assembler may lack --version)."""
     if not tool.usable:
         return tool
     text, problem = _output([str(tool.path), "--version"], env)

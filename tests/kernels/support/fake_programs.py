@@ -7,28 +7,21 @@ only: apply the mode only to designs whose text contains this. sleep: seconds be
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
-import struct
-import subprocess
 import sys
-import time
-from pathlib import Path
+from typing import Any
 
-import npu_elf_writer as writer
-from fake_toolchain import FLAGS
-
-VERSIONS = {"declarative": "1.5.0", "transitional": "1.4.0", "classic": "1.1.0", "early": "0.3.0"}
+from fake_flags import FLAGS, VERSIONS
 
 
-def _settings(folder: str) -> dict:
-    return json.loads((Path(folder) / "settings.json").read_text())
+def _settings(folder: str) -> dict[str, Any]:
+    with open(os.path.join(folder, "settings.json")) as file:
+        return json.load(file)
 
 
 def _log(folder: str, line: str) -> None:
-    with (Path(folder) / "calls.log").open("a") as log:
+    with open(os.path.join(folder, "calls.log"), "a") as log:
         log.write(line + "\n")
 
 
@@ -45,6 +38,9 @@ def aiecc(folder: str, argv: list[str]) -> int:
     if unknown and settings["generation"] in ("declarative", "transitional"):
         print(f"aiecc: Unknown command line argument '{unknown[0]}'.", file=sys.stderr)
         return 1
+    import re
+    from pathlib import Path
+
     source = next(Path(arg) for arg in argv if arg.endswith(".mlir"))
     target = next((Path(arg.partition("=")[2]) for arg in argv if arg.startswith("--full-elf-name=")), None)
     _log(folder, f"aiecc {os.getpid()}")
@@ -59,6 +55,9 @@ def aiecc(folder: str, argv: list[str]) -> int:
 
 
 def _write(mode, settings, text, objects, source, target, argv) -> int:
+    import subprocess
+    import time
+
     selected = "--get-full-elf" in argv or "--generate-full-elf" in argv
     if mode == "children":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -77,6 +76,12 @@ def _write(mode, settings, text, objects, source, target, argv) -> int:
 
 
 def _elf(mode: str, text: str, objects: list[str]) -> bytes:
+    import hashlib
+    import re
+    from pathlib import Path
+
+    import npu_elf_writer as writer
+
     if mode in ("empty", "garbage", "core", "instructions"):
         return {
             "empty": b"",
@@ -98,6 +103,8 @@ def clang(folder: str, argv: list[str]) -> int:
     if "--version" in argv:
         print("clang version 21.0.0 (fake peano)")
         return 0
+    from pathlib import Path
+
     source = Path(argv[-1] if "-M" in argv else next(arg for arg in argv if arg.endswith(".cc")))
     includes = [Path(arg[2:]) for arg in argv if arg.startswith("-I")]
     files = _closure(source, [source.parent, *includes])
@@ -114,7 +121,9 @@ def clang(folder: str, argv: list[str]) -> int:
     return 0
 
 
-def _closure(source: Path, places: list[Path]) -> list[Path]:
+def _closure(source: Any, places: list[Any]) -> list[Any]:
+    import re
+
     found, todo = [], [source]
     while todo:
         path = todo.pop(0)
@@ -128,6 +137,10 @@ def _closure(source: Path, places: list[Path]) -> list[Path]:
 
 def core_object(content: bytes) -> bytes:
     """An ELF of machine 264, as Peano makes them."""
+    import struct
+
+    import npu_elf_writer as writer
+
     data = bytearray(writer.Elf([writer.Section(".shstrtab", 3), writer.Section(".text", 1, content)]).to_bytes())
     struct.pack_into("<BB", data, 7, 0, 0)
     struct.pack_into("<HH", data, 16, 1, 264)

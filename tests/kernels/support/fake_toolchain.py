@@ -14,24 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fake_flags import CLASSIC, DECLARATIVE, EARLY, TRANSITIONAL
+
+__all__ = ["CLASSIC", "DECLARATIVE", "EARLY", "TRANSITIONAL", "FakeToolchain"]
+
 SUPPORT = Path(__file__).resolve().parent
-
-DECLARATIVE, TRANSITIONAL, CLASSIC, EARLY = "declarative", "transitional", "classic", "early"
-
-_COMMON = ["--peano", "--tmpdir", "--full-elf-name", "--unified", "--help", "--version"]
-FLAGS = {
-    DECLARATIVE: [*_COMMON, "--get-full-elf", "--output-dir"],
-    TRANSITIONAL: [*_COMMON, "--get-full-elf", "--no-xchesscc", "--no-xbridge", "--no-compile-host"],
-    CLASSIC: [
-        *_COMMON,
-        "--generate-full-elf",
-        "--dynamic-objFifos",
-        "--no-xchesscc",
-        "--no-xbridge",
-        "--no-compile-host",
-    ],
-    EARLY: ["--peano", "--tmpdir", "--aie-generate-xclbin", "--help", "--version"],
-}
 
 _SCRIPT = """#!{python} -SE
 import sys
