@@ -13,6 +13,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def one_line(text: str) -> str:
+    """`text` with everything escaped that a terminal would act on, line breaks included.
+
+    >>> one_line("a\\nb\\x1b[31m")
+    'a\\\\nb\\\\x1b[31m'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class OnnxpackError(Exception):
     """Base of every error that onnxpack raises on purpose. Exit code 1: a bug or a broken promise."""
 
@@ -29,7 +38,7 @@ class OnnxpackError(Exception):
         line = self.what if self.where is None else f"{self.where}: {self.what}"
         if self.hint is not None:
             line += f" ({self.hint})"
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        return one_line(line)
 
     def __str__(self) -> str:
         return self.render()

@@ -57,7 +57,7 @@ class _Progress:
         self._lock = threading.Lock()
 
     def __call__(self, stored: Stored) -> None:
-        from onnxpack.cli.output import human_bytes, note
+        from onnxpack.cli.output import human_bytes, note, shortened
 
         record = stored.record
         after = sum(field.nbytes for field in record.fields.values())
@@ -65,11 +65,11 @@ class _Progress:
         error = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in record.error.items())
         sizes = f"{human_bytes(record.source_nbytes)} -> {human_bytes(after)}"
         with self._lock:
-            note(f"{record.name}  {shape}  {sizes} {record.format}  {error}")
+            note(f"{shortened(record.name)}  {shape}  {sizes} {record.format}  {error}")
 
 
 def _print(report: BuildReport) -> None:
-    from onnxpack.cli.output import human_bytes, print_table
+    from onnxpack.cli.output import human_bytes, print_table, say
 
     _print_worst(report)
     rows = [(name, f"{seconds:.3f}") for name, seconds in report.passes.items()]
@@ -77,8 +77,8 @@ def _print(report: BuildReport) -> None:
     c = report.coverage
     ratio = report.bytes_before / report.bytes_after if report.bytes_after else 0.0
     click.echo()
-    click.echo(f"{report.pack}: {len(report.weights)} weights, {human_bytes(report.bytes_before)} -> "
-               f"{human_bytes(report.bytes_after)} ({ratio:.2f} times smaller)")  # fmt: skip
+    sizes = f"{human_bytes(report.bytes_before)} -> {human_bytes(report.bytes_after)} ({ratio:.2f} times smaller)"
+    say(f"{report.pack}: {len(report.weights)} weights, {sizes}")
     click.echo(
         f"bound to int8: {c.bound} of {c.weight} weight products ({c.sites} products in all); on a kernel: {c.covered}"
     )

@@ -82,7 +82,7 @@ def _verdict(group: object) -> str:
 def _print_totals(census: Census) -> None:
     from collections import Counter
 
-    from onnxpack.cli.output import print_table
+    from onnxpack.cli.output import print_table, say
     from onnxpack.reasons import Reason
 
     t = census.totals
@@ -98,4 +98,5 @@ def _print_totals(census: Census) -> None:
         rows = [(n, code, Reason(code).sentence) for code, n in sorted(reasons.items(), key=lambda x: (-x[1], x[0]))]
         print_table(("count", "reason", "meaning"), rows, right=(0,))
     for domain, ops in census.foreign_domains.items():
-        click.echo(f"\noperators of domain {domain}: {', '.join(ops)}")
+        click.echo()
+        say(f"operators of domain {domain}: {', '.join(ops)}")

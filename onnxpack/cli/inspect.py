@@ -55,10 +55,11 @@ def _find(pack: Pack, name: str) -> TensorRecord:
 
 
 def _print_pack(pack: Pack) -> None:
-    from onnxpack.cli.output import human_bytes, print_table
+    from onnxpack.cli.output import human_bytes, print_table, say
 
     m = pack.manifest
-    click.echo(f"{m.schema}, made by {m.producer} from {m.source.name}, opset {m.opset}, for target {m.target}\n")
+    say(f"{m.schema}, made by {m.producer} from {m.source.name}, opset {m.opset}, for target {m.target}")
+    click.echo()
     weights = [
         (
             t.name,
@@ -76,24 +77,25 @@ def _print_pack(pack: Pack) -> None:
     c = m.coverage
     click.echo(f"\n{c.sites} products, {c.weight} with a weight, {c.bound} bound to int8, {c.covered} on a kernel")
     for domain, operators in m.domains.items():
-        click.echo(f"operators of domain {domain} (from the source): {', '.join(operators)}")
-    click.echo(f"content digest: {m.content_digest}\nfiles digest:   {m.files_digest}")
+        say(f"operators of domain {domain} (from the source): {', '.join(operators)}")
+    say(f"content digest: {m.content_digest}")
+    say(f"files digest:   {m.files_digest}")
 
 
 def _print_tensor(pack: Pack, record: TensorRecord) -> None:
-    from onnxpack.cli.output import print_table
+    from onnxpack.cli.output import print_table, say
 
     shape = "x".join(map(str, record.shape))
-    click.echo(f"{record.name}: {shape} in format {record.format}, from {record.source} ({record.source_nbytes} bytes)")
+    say(f"{record.name}: {shape} in format {record.format}, from {record.source} ({record.source_nbytes} bytes)")
     for name, value in record.error.items():
-        click.echo(f"{name.replace('_', ' ')} against the source: {value:g}")
+        say(f"{name.replace('_', ' ')} against the source: {value:g}")
     rows = [
         (name, f.dtype, "x".join(map(str, f.shape)), f.file, f.offset, f.nbytes, f.sha256[:16])
         for name, f in record.fields.items()
     ]
     print_table(("field", "type", "shape", "file", "offset", "bytes", "sha256"), rows, right=(4, 5))
     users = [site.path for site in pack.manifest.sites if site.weight == record.name]
-    click.echo(f"used by {', '.join(users)}")
+    say(f"used by {', '.join(users)}")
 
 
 def _print_changes(pack: Pack) -> None:

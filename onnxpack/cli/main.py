@@ -6,12 +6,15 @@ Adding a command is one module with a click command called `command`, and one li
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import click
 
+from onnxpack.cli.output import note
 from onnxpack.errors import OnnxpackError
 
 COMMANDS: dict[str, str] = {
@@ -21,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "run": "Run a pack once: its outputs in short, and where its products ran.",
     "verify": "Compare a pack with its source model, product by product if asked, and its files with their digests.",
     "bench": "Time a pack beside the float model.",
+    "formats": "List the weight formats, or draw one byte by byte.",
 }
 """Name to one-line help; the module is onnxpack.cli.<name>. Help must not import the commands: it has to be fast."""
 
@@ -54,37 +58,51 @@ def cli(debug: bool) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command; prints errors to stderr and returns the exit code of DESIGN's table."""
-    debug = "--debug" in argv or os.environ.get("ONNXPACK_DEBUG") == "1"
+    arguments = [argument for argument in argv if argument != "--debug"]  # wherever it stands
+    debug = len(arguments) < len(argv) or os.environ.get("ONNXPACK_DEBUG") == "1"
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names hold characters that not every terminal has
+    if "_ONNXPACK_COMPLETE" in os.environ:
+        cli.main(prog_name="onnxpack")  # a shell asks how to complete a word
     try:
-        code = cli.main(list(argv), prog_name="onnxpack", standalone_mode=False)
-        sys.stdout.flush()
+        with cli.make_context("onnxpack", arguments) as context:
+            code = cli.invoke(context)
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except OnnxpackError as error:
-        if debug:
-            raise
-        return _fail(error.render(), error.exit_code)
-    except click.exceptions.Exit as error:
-        return error.exit_code
-    except click.ClickException as error:
-        error.show()
-        return 2
-    except (click.Abort, KeyboardInterrupt):
-        return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): not an error, and nothing more can be said.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except OSError as error:
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except (Exception, KeyboardInterrupt) as error:
         if debug:
-            raise
-        where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{where}{error.strerror or error}", 5)
-    except Exception as error:
-        if debug:
-            raise
-        return _fail(f"bug: {type(error).__name__}: {error} (run again with --debug and report it)", 1)
+            traceback.print_exception(error)
+        line, code = _explain(error)
+        note(f"onnxpack: {line}")
+        return code
 
 
-def _fail(line: str, code: int) -> int:
-    click.echo(f"onnxpack: {line}", err=True)
-    return code
+def _explain(error: BaseException) -> tuple[str, int]:
+    """What to say about an error, in one line, and the exit code."""
+    match error:
+        case OnnxpackError():
+            return error.render(), error.exit_code
+        case click.UsageError():
+            command = error.ctx.command_path if error.ctx else "onnxpack"
+            return f"{error.format_message()} (see `{command} --help`)", error.exit_code
+        case click.ClickException():
+            return error.format_message(), 2
+        case click.Abort() | KeyboardInterrupt():
+            return "interrupted", INTERRUPTED
+        case MemoryError():
+            return f"not enough memory: {error}", 5
+        case OSError():
+            where = f"{error.filename}: " if error.filename else ""
+            return f"{where}{error.strerror or error}", 5
+        case _:
+            return f"bug: {type(error).__name__}: {error} (run again with --debug and report it)", 1

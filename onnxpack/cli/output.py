@@ -13,6 +13,11 @@ from typing import Any
 
 import click
 
+from onnxpack.errors import one_line
+
+_WIDEST_CELL = 100
+"""Names may be thousands of characters long; a table shows their two ends (JSON has them whole)."""
+
 
 def human_bytes(count: float) -> str:
     """Bytes in binary units, one decimal."""
@@ -30,7 +35,7 @@ def print_json(data: Any) -> None:
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = ()) -> None:
     """Columns aligned by spaces on stdout; `right` are the columns to right-align. No colour, no boxes: greppable."""
-    cells = [[str(c) for c in row] for row in [headers, *rows]]
+    cells = [[shortened(one_line(str(c))) for c in row] for row in [headers, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
     for row in cells:
         line = "  ".join(
@@ -39,9 +44,26 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], right: Se
         click.echo(line.rstrip())
 
 
+def shortened(text: str) -> str:
+    """Long text with its middle left out.
+
+    >>> len(shortened("x" * 5000)), shortened("x" * 60) == "x" * 60
+    (100, True)
+    """
+    if len(text) <= _WIDEST_CELL:
+        return text
+    half = _WIDEST_CELL // 2
+    return f"{text[: half - 2]}...{text[1 - half :]}"
+
+
+def say(line: str) -> None:
+    """One line on stdout, whatever is in the names that it quotes."""
+    click.echo(one_line(line))
+
+
 def note(line: str) -> None:
-    """A line for the person at the terminal, on stderr."""
-    click.echo(line, err=True)
+    """One line for the person at the terminal, on stderr."""
+    click.echo(one_line(line), err=True)
 
 
 def watched() -> bool:
