@@ -94,8 +94,7 @@ def _bytes_of(first: int, width: int, up: int) -> Iterator[tuple[int, int, int, 
 
 def read(view: BitView, fields: Mapping[str, U8]) -> Array:
     """Codes [..., view.count] of a view; `fields` are bytes [..., nbytes]. uint8, or uint16 for wider codes."""
-    names = {p.field for p in view.parts} | {p.field for p in view.digit_parts}
-    lead = fields[next(iter(names))].shape[:-1]
+    lead = fields[min(view.sources)].shape[:-1]
     out = np.zeros((*lead, view.count), np.uint8 if view.bits <= 8 else np.uint16)
     for part in sorted(view.parts, key=lambda p: p.shift):
         _read_bits(part, fields[part.field], out[..., part.start : part.start + part.count])

@@ -10,7 +10,7 @@ import numpy as np
 from onnxpack.formats.base import F32, Array
 from onnxpack.formats.data import load
 from onnxpack.formats.datatypes import DataType
-from onnxpack.formats.declared import Codes, Declared
+from onnxpack.formats.declared import VALID, Codes, Declared
 from onnxpack.formats.layout import (
     BitPart,
     BitView,
@@ -128,7 +128,12 @@ class Nf4(Declared):
         # As the reference has it, codes are taken with the exact absmax even where it is then stored as a byte.
         extra: Codes = {"absmax": top}
         if self.double_quant:
-            extra = nested_absmax(top, spans["offset"].reshape(()))
+            offset = spans["offset"].reshape(())
+            # Filling must not stretch the last blocks' levels: it counts as the offset itself.
+            beyond = -(-int(spans[VALID]) // self.block)
+            top.reshape(-1)[beyond:] = offset
+            extra = nested_absmax(top, offset)
+            top = np.abs(groups).max(axis=-1)
         inverse = np.where(top > 0, np.float32(1) / top, np.float32(0))
         scaled = np.clip(groups * inverse[..., None], -1, 1)
         return {"codes": nf4_codes(scaled).reshape(x.shape), **extra}

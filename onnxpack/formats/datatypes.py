@@ -33,6 +33,7 @@ class DataType(IntEnum):
     STRING = 8
     BOOL = 9
     FLOAT16 = 10
+    DOUBLE = 11
     UINT32 = 12
     UINT64 = 13
     BFLOAT16 = 16
@@ -60,7 +61,7 @@ class DataType(IntEnum):
     @property
     def is_float(self) -> bool:
         """Whether its elements are floating-point numbers of some width."""
-        return "FLOAT" in self.name
+        return "FLOAT" in self.name or self is DataType.DOUBLE
 
     @property
     def storage(self) -> np.dtype[Any]:
@@ -84,7 +85,7 @@ _BITS = {
     **dict.fromkeys((DataType.FLOAT8E4M3FN, DataType.FLOAT8E5M2, DataType.FLOAT8E8M0), 8),
     **dict.fromkeys((DataType.UINT16, DataType.INT16, DataType.FLOAT16, DataType.BFLOAT16), 16),
     **dict.fromkeys((DataType.FLOAT, DataType.INT32, DataType.UINT32), 32),
-    **dict.fromkeys((DataType.INT64, DataType.UINT64), 64),
+    **dict.fromkeys((DataType.INT64, DataType.UINT64, DataType.DOUBLE), 64),
 }
 
 _STORAGE: dict[DataType, Any] = {
@@ -99,6 +100,7 @@ _STORAGE: dict[DataType, Any] = {
     DataType.FLOAT16: np.float16,
     DataType.BFLOAT16: ml_dtypes.bfloat16,
     DataType.FLOAT: np.float32,
+    DataType.DOUBLE: np.float64,
 }
 
 FLOAT_NAMES = {"float16": DataType.FLOAT16, "bfloat16": DataType.BFLOAT16, "float32": DataType.FLOAT}
@@ -138,8 +140,7 @@ def float_table(
 def scale_table(data_type: DataType) -> F32 | None:
     """float32 value of each byte of an 8-bit float type that numpy does not know; None for other types."""
     if data_type is DataType.FLOAT8E8M0:
-        table: F32 = np.ldexp(1.0, np.arange(256) - 127).astype(np.float32)
-        table[255] = np.nan
+        table: F32 = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan).astype(np.float32)
         table.setflags(write=False)
         return table
     if data_type is DataType.FLOAT8E4M3FN:

@@ -23,6 +23,9 @@ from onnxpack.formats.profiles import QuantizationProfile
 Codes = dict[str, Array]
 """What a rule returns: codes by the names of fields and views, [rows, blocks, count] each."""
 
+VALID = ""
+"""Key, among the spans that a rule is given, of the number of values per row that lie in the weight (not filling)."""
+
 
 class Declared(Format):
     """A format made of `profile` and, where it can encode, `quantize` (and `measure`, for what spans blocks)."""
@@ -62,6 +65,8 @@ class Declared(Format):
         g = self.geometry(w.shape)
         with np.errstate(all="ignore"):
             spanning = self.measure(w)
+            if not all(np.isfinite(value).all() for value in spanning.values()):
+                self._refuse_non_finite(w, g)
             for name, value in spanning.items():
                 out[name][...] = value.reshape(out[name].shape)
             fields = Fields(g, out)
@@ -75,7 +80,7 @@ class Declared(Format):
 
     def _encode_chunk(self, x: F32, chunk: Chunk, g: Geometry, fields: Fields) -> tuple[float, float]:
         spans = {f.name: fields.get(f, chunk) for f in g.layout.fields if f.per not in (Per.TILE, Per.ROW_TILES)}
-        codes = self.quantize(x, spans)
+        codes = self.quantize(x, {**spans, VALID: np.asarray(g.valid(chunk))})
         self._blank_filling(codes, x, g.valid(chunk))
         fields.put(pack_views(codes, g, x.shape[:2]), chunk)
         decoded: F32 = evaluate(self.profile, NumpyOps(g, fields, chunk, codes)).reshape(x.shape[0], -1)
@@ -93,6 +98,10 @@ class Declared(Format):
             name = self.profile.leaf.value.codes  # type: ignore[union-attr]
             codes[name] = np.ascontiguousarray(codes[name])
             codes[name].reshape(x.shape[0], -1)[:, valid:] = 0
+
+    def _refuse_non_finite(self, w: Array, g: Geometry) -> None:
+        for chunk in g.chunks(is_transposed(w)):
+            self._check_finite(g.values_of(w, chunk), g, chunk)
 
     def _check_finite(self, x: F32, g: Geometry, chunk: Chunk) -> None:
         # One pass: the sum of zero times everything is zero unless something is not finite.

@@ -189,6 +189,11 @@ class BitView:
         return max([p.start + p.count for p in self.parts] + [p.start + p.elements for p in self.digit_parts])
 
     @property
+    def sources(self) -> set[str]:
+        """Names of the fields that are read."""
+        return {p.field for p in self.parts} | {p.field for p in self.digit_parts}
+
+    @property
     def bits(self) -> int:
         """Bits of the widest code."""
         digits = [(p.base - 1).bit_length() for p in self.digit_parts]

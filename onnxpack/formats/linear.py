@@ -89,7 +89,7 @@ class Int4Symmetric(Declared):
     """
 
     name = "int4_symmetric"
-    row = "INT4 symmetric"
+    row = "INT4 Symmetric"
     source = _SOURCE + ", INT4, block_size (opset 21)"
     differs = "4.5 bits is the figure of groups of 32 with float16 scales, its example is per tensor; unsigned clip"
 
@@ -120,6 +120,7 @@ class Int4Symmetric(Declared):
         return {} if self.group else {"scale": rounded(nonzero(amax_of(w) / np.float32(7)), self._type)}
 
     def quantize(self, x: F32, spans: Mapping[str, Array]) -> Codes:
-        scale = spans["scale"].astype(np.float32) if spans else rounded(nonzero(amax(x) / np.float32(7)), self._type)
+        whole = "scale" in spans
+        scale = spans["scale"].astype(np.float32) if whole else rounded(nonzero(amax(x) / np.float32(7)), self._type)
         codes = np.clip(np.rint(x / nonzero(scale)), -8, 7).astype(np.int8).view(np.uint8)
-        return {"values": codes & 15} if spans else {"values": codes & 15, "scale": scale}
+        return {"values": codes & 15} if whole else {"values": codes & 15, "scale": scale}

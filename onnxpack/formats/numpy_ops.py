@@ -133,8 +133,7 @@ class NumpyOps:
         return bits.read(dense(name, name, item.bit_width, item.count), {name: raw})
 
     def _read_by(self, view: BitView) -> list[BlockField]:
-        names = {p.field for p in view.parts} | {p.field for p in view.digit_parts}
-        return [f for f in self.layout.fields if f.name in names]
+        return [f for f in self.layout.fields if f.name in view.sources]
 
     def _bytes(self, f: BlockField) -> U8:
         raw = self._raw(f)

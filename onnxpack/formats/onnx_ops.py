@@ -76,6 +76,7 @@ class OnnxOps:
     def __init__(self, geometry: Geometry, opset: int) -> None:
         self.geometry, self.layout, self.graph, self.opset = geometry, geometry.layout, Graph(), opset
         self.lead = (geometry.rows, geometry.units)
+        self.sliced: dict[str, Tensor] = {}
 
     # Plain steps -----------------------------------------------------------------------------------------------------
 
@@ -131,9 +132,13 @@ class OnnxOps:
 
     # Fields ----------------------------------------------------------------------------------------------------------
 
-    @functools.cache  # noqa: B019  (one short-lived instance per decoder; a field is sliced once)
     def _field(self, f: BlockField) -> Tensor:
-        """Stored elements [rows or 1, blocks or 1, count]."""
+        """Stored elements [rows or 1, blocks or 1, count]; a field is sliced once however often it is read."""
+        if f.name not in self.sliced:
+            self.sliced[f.name] = self._sliced(f)
+        return self.sliced[f.name]
+
+    def _sliced(self, f: BlockField) -> Tensor:
         g = self.geometry
         if g.order is StorageOrder.INTERLEAVED:
             size = g.layout.bytes_per_block
