@@ -19,7 +19,7 @@ CODES = "codes"
 PLANES = "planes"
 OUTPUT = "weight"
 
-BAND_BYTES = 32 << 20
+BAND_BYTES = 256 << 20
 """float32 bytes that a band may have."""
 
 
