@@ -39,7 +39,7 @@ class FieldSpec:
 
 @dataclass(frozen=True)
 class View:
-    """An initializer of a decoder: the bytes of one field, seen as `spec` (another type over the same bytes, or not)."""
+    """An initializer of a decoder: the bytes of one field, seen as `spec`, which may be of another type."""
 
     field: str
     spec: FieldSpec
@@ -161,6 +161,11 @@ class Format(ABC):
     @abstractmethod
     def decode(self, encoded: Encoded) -> F32:
         """The float32 values that the stored fields mean, in the shape of the weight."""
+
+    def decode_columns(self, encoded: Encoded, start: int, stop: int) -> F32:
+        """Output features [start, stop) as float32 [K, stop - start]. Formats that can decode no more than that."""
+        whole = self.decode(encoded)
+        return whole[start:stop].T if self.orientation is Orientation.NK else whole[:, start:stop]
 
     @abstractmethod
     def decoder(self, shape: tuple[int, ...], opset: int) -> Decoder:

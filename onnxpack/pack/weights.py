@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxpack.errors import ModelError, OnnxpackError
+from onnxpack.errors import ModelError
 from onnxpack.formats.base import FieldSpec
 from onnxpack.graph.constants import Constant
 from onnxpack.graph.tensors import TensorStore
@@ -21,7 +19,6 @@ from onnxpack.pack.read import array_sha256
 from onnxpack.pack.sources import Source
 from onnxpack.types import Array
 
-T = TypeVar("T")
 _COMPARE_ROWS = 64
 
 
@@ -146,16 +143,3 @@ def external_leaves(constant: Constant) -> dict[str, ir.TensorProtocol]:
             found[at.name] = at.tensor
         stack += [c for c in at.inputs if c is not None]
     return found
-
-
-def in_threads(tasks: Sequence[Callable[[], T]], largest_first: Sequence[int]) -> list[T]:
-    """Results of all tasks, in their order. The first failing task, in that order, raises; the rest are dropped."""
-    futures: dict[int, Future[T]] = {}
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        try:
-            for index in sorted(range(len(tasks)), key=lambda i: (-largest_first[i], i)):
-                futures[index] = pool.submit(tasks[index])
-            return [futures[index].result() for index in range(len(tasks))]
-        except (OnnxpackError, OSError, MemoryError, KeyboardInterrupt):
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise

@@ -38,8 +38,8 @@ from onnxpack.pack.weights import (
     distinct,
     encode,
     external_leaves,
-    in_threads,
 )
+from onnxpack.threads import in_threads
 from onnxpack.types import Array
 
 OnWeight = Callable[[Stored], None]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from onnxpack import formats
-from onnxpack.errors import PackError, UsageError
+from onnxpack.errors import PackError
 from onnxpack.pack.manifest import FieldRecord, TensorRecord
 from onnxpack.pack.read import Pack
 from onnxpack.quant.bounds import K_LIMIT_SYMMETRIC
-from onnxpack.quant.int8 import F32, I8, quantize_columns
+from onnxpack.runtime.made import Arrays, make_operands
+from onnxpack.types import F32, I8
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,16 @@ class Operand:
     scales_at: FieldRecord | None = None
 
 
-def operand(pack: Pack, weight: str) -> Operand:
+def is_stored(pack: Pack, weight: str) -> bool:
+    """Whether a weight lies in the pack as the codes that are multiplied."""
+    return pack.tensors[weight].format == "int8"
+
+
+def operand(pack: Pack, weight: str, made: Callable[[], Arrays] | None = None) -> Operand:
     """The operand of the packed weight called `weight`.
 
-    int8 is taken as it is stored. Any other format is decoded and quantized per column, which costs K*N int8 of memory
-    and one float32 copy while it runs. PackError for an unknown weight or format, and for shapes that do not fit.
+    int8 is taken as it is stored. Any other format is decoded and quantized per column, by `made` where it is given
+    (all of a pack at once). PackError for an unknown weight or format, and for shapes that do not fit.
     """
     try:
         record = pack.tensors[weight]
@@ -42,7 +45,10 @@ def operand(pack: Pack, weight: str) -> Operand:
     where = f"{pack.path}: tensor {weight}"
     if len(record.shape) != 2 or not 0 < record.shape[0] <= K_LIMIT_SYMMETRIC:
         raise PackError(f"shape {list(record.shape)} is not [K, N] with 0 < K <= {K_LIMIT_SYMMETRIC}", where=where)
-    return _stored(pack, record, where) if record.format == "int8" else _decoded(pack, record, where)
+    if is_stored(pack, weight):
+        return _stored(pack, record, where)
+    codes, scales = (make_operands(pack, [weight]) if made is None else made())[weight]
+    return Operand(codes, scales)
 
 
 def _stored(pack: Pack, record: TensorRecord, where: str) -> Operand:
@@ -57,20 +63,3 @@ def _field(record: TensorRecord, name: str, dtype: str, shape: tuple[int, ...], 
         have = "missing" if found is None else f"{found.dtype}{list(found.shape)}"
         raise PackError(f"field {name} is {have}, not {dtype}{list(shape)}", where=where, hint="build the pack again")
     return found
-
-
-def _decoded(pack: Pack, record: TensorRecord, where: str) -> Operand:
-    try:
-        form = formats.get(record.format, **record.params)
-    except UsageError as error:
-        raise PackError(error.what, where=where, hint="update onnxpack") from None
-    transposed = form.orientation is formats.Orientation.NK
-    shape = record.shape[::-1] if transposed else record.shape
-    fields = {name: pack.field(stored) for name, stored in record.fields.items()}
-    w: npt.NDArray[np.float32] = form.decode(formats.Encoded(record.format, tuple(shape), fields, record.params))
-    w = w.T if transposed else w
-    if w.shape != tuple(record.shape):
-        raise PackError(f"decodes to {list(w.shape)}, not {list(record.shape)}", where=where)
-    codes, scales = np.empty(w.shape, np.int8), np.empty(w.shape[1], np.float32)
-    quantize_columns(w, codes, scales)
-    return Operand(codes, scales)

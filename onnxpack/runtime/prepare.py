@@ -13,7 +13,8 @@ from onnxpack.pack.read import MANIFEST, Pack
 from onnxpack.runtime.constants import Constants
 from onnxpack.runtime.isolate import isolate
 from onnxpack.runtime.lower import Lowered, lower
-from onnxpack.runtime.operands import Operand, operand
+from onnxpack.runtime.made import Arrays, make_operands
+from onnxpack.runtime.operands import Operand, is_stored, operand
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,16 @@ class Weights:
     def _known(self) -> dict[str, Operand]:
         return {}
 
+    @cached_property
+    def _made(self) -> Arrays:
+        """Operands of everything that sites read and that is not stored as int8 codes: all made at once, in threads."""
+        read = dict.fromkeys(site.weight for site in self.pack.manifest.sites if site.weight is not None)
+        return make_operands(self.pack, [name for name in read if not is_stored(self.pack, name)])
+
     def __call__(self, name: str) -> Operand:
         """The operand of the weight called `name`."""
         if name not in self._known:
-            self._known[name] = operand(self.pack, name)
+            self._known[name] = operand(self.pack, name, lambda: self._made)
         return self._known[name]
 
 
