@@ -40,6 +40,10 @@ class Product:
     """K and N, where the operator itself states them."""
     reason: Reason | None = None
     """Why this operator is not bound, whatever its operands are."""
+    dtype: str | None = None
+    """Type of the codes, where the operator packs several into a stored element."""
+    other: bool = False
+    """Whether it is a product in disguise: its operands have another layout, only K and N are known."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,16 @@ class _Finder:
         if describe is None:
             return
         try:
-            yield self._site(node, describe(node))
+            product = describe(node)
+            if product is not None:
+                yield self._site(node, product)
         except ModelError as error:
             where = f"{path_of(node)}: {error.where}" if error.where else path_of(node)
             raise ModelError(error.what, where=where, hint=error.hint) from None
 
     def _site(self, node: ir.Node, product: Product) -> Site:
+        if product.other:
+            return self._other(node, product)
         weight, group, detail = self._constants.resolve(product.b), None, None
         a_dims = self._shapes.of(product.a)
         if weight is None:
@@ -107,7 +115,7 @@ class _Finder:
             dtype = _dtype_name(product.b.dtype) if product.b is not None and product.b.dtype else None
             reason: Reason | None = product.reason or Reason.DYNAMIC_WEIGHT
         else:
-            kind, dtype = "weight", _dtype_name(weight.root.dtype)
+            kind, dtype = "weight", product.dtype or _dtype_name(weight.root.dtype)
             if node.op_type == "Gemm" and len(weight.shape) != 2:
                 raise ModelError(f"Gemm takes a matrix, the weight is {list(weight.shape)}", where=weight.name)
             k, n = (product.k, product.n) if product.k is not None else _kn(weight, product.transposed_b)
@@ -145,6 +153,30 @@ class _Finder:
             reason,
         )
 
+    def _other(self, node: ir.Node, product: Product) -> Site:
+        """A product in disguise: its weight is [N, K, ...], its rows are spread over the other dimensions."""
+        weight = self._constants.resolve(product.b)
+        shape: Dims = self._shapes.of(product.b) if weight is None else weight.shape
+        n, k = shape[:2] if shape and len(shape) >= 2 else (None, None)
+        dtype = None if weight is None else _dtype_name(weight.root.dtype)
+        return Site(
+            path_of(node), node, node.op_type, "other", None, k, n, dtype, weight, product.a, None, False, False, None,
+            None, False, product.reason,
+        )  # fmt: skip
+
+
+def _pointwise_conv(node: ir.Node) -> Product | None:
+    """A convolution of one point is a matrix product too, over [N, K, 1, 1]; listed, never bound."""
+    if len(node.inputs) < 2:
+        return None
+    shape = node.attributes.get("kernel_shape")
+    stated = None if shape is None or shape.is_ref() else list(shape.value)
+    weight = node.inputs[1]
+    dims = None if weight is None or weight.shape is None else list(weight.shape)[2:]
+    if _int_attribute(node, "group", 1) != 1 or not (stated or dims) or any(d != 1 for d in stated or dims or ()):
+        return None
+    return Product(_input(node, 0), weight, reason=Reason.UNSUPPORTED_OP, other=True)
+
 
 def _matmul(node: ir.Node) -> Product:
     return Product(node.inputs[0], node.inputs[1])
@@ -166,14 +198,16 @@ def _unbound(a: int, b: int) -> Callable[[ir.Node], Product]:
 
 def _matmul_nbits(node: ir.Node) -> Product:
     k, n = _int_attribute(node, "K"), _int_attribute(node, "N")
+    bits = _int_attribute(node, "bits", 4)
     if k <= 0 or n <= 0:
         raise ModelError("it does not state its K and N")
-    return Product(_input(node, 0), _input(node, 1), k=k, n=n, reason=Reason.PACKED_ELSEWHERE)
+    return Product(_input(node, 0), _input(node, 1), k=k, n=n, reason=Reason.PACKED_ELSEWHERE, dtype=f"uint{bits}")
 
 
-PRODUCTS: dict[tuple[str, str], Callable[[ir.Node], Product]] = {
+PRODUCTS: dict[tuple[str, str], Callable[[ir.Node], Product | None]] = {
     ("", "MatMul"): _matmul,
     ("", "Gemm"): _gemm,
+    ("", "Conv"): _pointwise_conv,
     ("", "MatMulInteger"): _unbound(0, 1),
     ("", "QLinearMatMul"): _unbound(0, 3),
     ("com.microsoft", "FusedMatMul"): _unbound(0, 1),
@@ -190,10 +224,10 @@ def _input(node: ir.Node, index: int) -> ir.Value | None:
     return node.inputs[index] if index < len(node.inputs) else None
 
 
-def _int_attribute(node: ir.Node, name: str) -> int:
+def _int_attribute(node: ir.Node, name: str, default: int = 0) -> int:
     attribute = node.attributes.get(name)
     if attribute is None or attribute.is_ref():
-        return 0
+        return default
     if attribute.type != ir.AttributeType.INT:
         raise ModelError(f"attribute {name!r} is not of type INT")
     return int(attribute.value)
