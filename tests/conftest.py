@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+
+SUPPORT = str(ROOT / "tests" / "support")
+"""Plain modules that tests of several rooms import: `model_maker`."""
+if SUPPORT not in sys.path:
+    sys.path.insert(0, SUPPORT)
 
 
 def shared_folder() -> Path | None:
