@@ -56,6 +56,8 @@ class BuildReport:
     passes: dict[str, float]
     bytes_before: int
     bytes_after: int
+    hints: list[str]
+    """Lines for the person who built it: what could be had for less loss."""
 
     def to_dict(self) -> dict[str, Any]:
         """What `build --json` prints."""
@@ -110,7 +112,7 @@ def run_build(
             (draft / MANIFEST).write_text(records.dumps(made, indent=1))
             open_pack(draft)
             load(draft / GRAPH)
-    return _report(goal, made, clock)
+    return _report(goal, made, clock, _hints(written))
 
 
 def _refuse_unpackable(model: Model, sites: Sequence[Site]) -> None:
@@ -213,7 +215,17 @@ def _check_plan_is_met(plan: Plan, made: m.Manifest) -> None:
         raise PackError("the pack does not hold what the plan says", hint="this is a bug; please report it")
 
 
-def _report(goal: Path, made: m.Manifest, clock: Clock) -> BuildReport:
+def _hints(written: Written) -> list[str]:
+    grids = sum(stored.looks_dequantized for stored in written.stored.values())
+    if not grids:
+        return []
+    return [
+        f"{grids} float weights have the values of dequantized int8: build from the quantized graph (QDQ), "
+        "whose own codes are kept without a second loss"
+    ]
+
+
+def _report(goal: Path, made: m.Manifest, clock: Clock, hints: list[str]) -> BuildReport:
     weights = [
         {
             "name": tensor.name,
@@ -237,4 +249,5 @@ def _report(goal: Path, made: m.Manifest, clock: Clock) -> BuildReport:
         passes,
         sum(tensor.source_nbytes for tensor in made.tensors),
         sum(stored.nbytes for tensor in made.tensors for stored in tensor.fields.values()),
+        hints,
     )

@@ -38,12 +38,14 @@ def command(
 ) -> None:
     """Pack MODEL into the directory PACK, which appears whole or not at all."""
     import onnxpack
-    from onnxpack.cli.output import print_json
+    from onnxpack.cli.output import note, print_json
 
     progress = None if quiet else _Progress()
     report = onnxpack.build(
         model, out, weights=weights, kernels=kernels, force=force, min_cosine=min_cosine, on_weight=progress
     )
+    for hint in report.hints:
+        note(f"hint: {hint}")
     if as_json:
         print_json(report.to_dict())
     else:

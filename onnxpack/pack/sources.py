@@ -15,6 +15,7 @@ from onnxpack.graph.constants import Constant, evaluate
 from onnxpack.graph.qdq import OwnWeight
 from onnxpack.graph.tensors import TensorStore
 from onnxpack.plan import OWN_CODES
+from onnxpack.quant.grid import on_a_grid
 from onnxpack.types import Array
 
 
@@ -55,6 +56,10 @@ class Source(ABC):
     @abstractmethod
     def fill(self, store: TensorStore, out: Mapping[str, Array]) -> ErrorSums:
         """Write the fields. ModelError when a value is not finite."""
+
+    def looks_dequantized(self, store: TensorStore) -> bool:
+        """Whether it is float, but its values are those of int8 codes times a scale."""
+        return False
 
     @property
     def root(self) -> Constant:
@@ -109,6 +114,9 @@ class FloatSource(Source):
 
     def fill(self, store: TensorStore, out: Mapping[str, Array]) -> ErrorSums:
         return self.encoder.encode_into(self._matrix(store), out)
+
+    def looks_dequantized(self, store: TensorStore) -> bool:
+        return on_a_grid(self.numbers(store)[0])
 
     def _matrix(self, store: TensorStore) -> Array:
         """The numbers in the format's orientation; a view of the stored bytes wherever that is possible."""

@@ -29,6 +29,8 @@ class Stored:
     record: TensorRecord
     cosine: float
     """Between the source and what the stored bytes mean, or the least that it can be."""
+    looks_dequantized: bool
+    """Whether the source is float with the values of int8 codes times a scale."""
 
 
 def distinct(sources: Sequence[Source], store: TensorStore) -> dict[str, str]:
@@ -126,6 +128,7 @@ def encode(source: Source, store: TensorStore, files: Containers, out: Mapping[t
             bands=sums.bands(),
         ),
         sums.cosine,
+        source.looks_dequantized(store),
     )
 
 
