@@ -25,6 +25,9 @@ COMMANDS: dict[str, str] = {
     "verify": "Compare a pack with its source model, product by product if asked, and its files with their digests.",
     "bench": "Time a pack beside the float model.",
     "formats": "List the weight formats, or draw one byte by byte.",
+    "kernels": "List, build, inspect and check kernels: one NPU ELF for each shape.",
+    "doctor": "Say what this machine has and lacks for building kernels and running them, and the next step.",
+    "cache": "Look after the cache of compiled kernels.",
 }
 """Name to one-line help; the module is onnxpack.cli.<name>. Help must not import the commands: it has to be fast."""
 
