@@ -67,10 +67,6 @@ class Gates:
         return limits
 
 
-DEFAULT_GATES = Gates(max_rel_rms=0.1, min_equal=0.98)
-"""Hold when no gate is given. Packs of sound models lie below 0.05; a wrong weight or an output of zeros far above."""
-
-
 @dataclass(frozen=True)
 class Perplexity:
     """exp of the mean of -log p(next token), of both sides on the same tokens."""
@@ -175,9 +171,7 @@ def compare(
 ) -> Comparison:
     """Run both sides on every case and judge. Never passes without having compared something that could differ."""
     tally = _Tally(reference, pack, logits_outputs(reference, logits))
-    if gates == Gates():
-        gates = DEFAULT_GATES
-    elif not tally.logits and (gates.max_kl is not None or gates.min_top1 is not None):
+    if not tally.logits and (gates.max_kl is not None or gates.min_top1 is not None):
         hint = f"name one with --logits: {', '.join(tally.names)}"
         raise UsageError("KL and top-1 need logits, and no output is called logits", hint=hint)
     for case in runs:

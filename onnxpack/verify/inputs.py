@@ -66,18 +66,21 @@ def read_arrays(path: str | Path) -> Array | Feed:
     """
     where = str(path)
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return loaded
-        with loaded:
-            return {name: loaded[name] for name in loaded.files}
+        with Path(path).open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return loaded
+            with loaded:
+                return {name: loaded[name] for name in loaded.files}
     except FileNotFoundError:
         raise UsageError("no such file", where=where) from None
     except IsADirectoryError:
         raise UsageError("is a directory", where=where, hint="name a .npy or .npz file") from None
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, MemoryError, NotImplementedError) as error:
         cause = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        what = "holds Python objects, not numbers" if "allow_pickle" in cause else f"not an .npy or .npz file: {cause}"
+        what = f"not an .npy or .npz file: {cause}"
+        if "allow_pickle" in cause:  # what numpy says of anything that it does not know
+            what = "holds Python objects, not numbers" if "Object arrays" in cause else "not an .npy or .npz file"
         raise UsageError(what, where=where, hint="write it with numpy.save or numpy.savez") from None
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror or error}", where=where) from None

@@ -1,12 +1,15 @@
-"""Each bound product by itself: its float form beside its int8 form, on the activations that really arrive there.
+"""Each bound product by itself, and each stored weight, so that a failure has an address.
 
-The source model runs once more with the inputs of its products as further outputs, so no site is judged by the errors
-of those before it.
+A product is compared with its float form, A times the weight as the pack stores it, on activations that really arrive
+there: the source model runs with the inputs of its products as outputs, so no site is judged by the errors of those
+before it. What storing a weight cost is another question: the weight is decoded, compared with the source's, and must
+be as near as the manifest says it was when it was written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +19,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
+from onnxpack import formats
 from onnxpack.errors import ModelError, UsageError
 from onnxpack.graph.constants import evaluate
 from onnxpack.graph.load import Model, load
 from onnxpack.graph.sites import Site, find_sites
 from onnxpack.graph.tensors import TensorStore
+from onnxpack.pack.manifest import TensorRecord
 from onnxpack.pack.read import Pack
 from onnxpack.runtime.operands import Operand, operand
 from onnxpack.runtime.reference import multiply
@@ -30,8 +35,11 @@ from onnxpack.verify.inputs import Feed
 from onnxpack.verify.refusal import refused_as
 
 MAX_SITE_ERROR = 0.02
-"""Of the largest float result: what int8 with a scale per row and per column stays well below."""
+"""Of the largest float result."""
+MEASURED_RUNS = 4
+"""Activations of so many runs are held in memory at once, and no more."""
 
+_WEIGHT_SLACK = 0.02  # the manifest rounds to 4 digits and adds up in another order
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _BAND_BYTES = 64 << 20  # of float32 results at a time
 
@@ -42,18 +50,29 @@ class SiteError:
 
     path: str
     weight: str
+    weight_rms: float | None = None
+    """Relative RMS difference between the stored weight, decoded, and the source's."""
+    recorded_rms: float | None = None
+    """The same when it was written, from the manifest."""
     rows: int = 0
     """Rows that were multiplied, over all runs."""
     compared: int = 0
     """Results that are finite in the float product."""
     max_abs: float = 0.0
     max_reference: float = 0.0
+    residual: float = 0.0
+    energy: float = 0.0
     in_body: bool = False
 
     @property
     def max_rel(self) -> float | None:
         """max_abs over the largest absolute result of the float product; NaN where the int8 product is NaN."""
         return self.max_abs / self.max_reference if self.max_reference else None
+
+    @property
+    def rel_rms(self) -> float | None:
+        """RMS of the error over RMS of the float results: tells a wrong weight (near 1) from coarse activations."""
+        return math.sqrt(self.residual / self.energy) if self.energy else None
 
     @property
     def unmeasured(self) -> str | None:
@@ -64,15 +83,21 @@ class SiteError:
             return "no finite result" if self.rows else "no row was multiplied"
         return "all results are 0" if not self.max_reference and not self.max_abs else None
 
-    def failure(self, limit: float) -> str | None:
+    def failures(self, limit: float) -> list[str]:
         """What is wrong with it."""
+        found = []
+        now, then = self.weight_rms, self.recorded_rms
+        if now is not None and then is not None and not now <= then * (1 + _WEIGHT_SLACK) + 1e-6:  # NaN is above
+            found.append(
+                f"{self.path}: weight {self.weight} is {now:.4g} away from the source's, {then:.4g} when it was written"
+            )
         if self.unmeasured is not None:
-            return None
+            return found
         if self.max_rel is None:
-            return f"{self.path}: the float product is 0 everywhere, the int8 one is not"
-        if not self.max_rel <= limit:  # NaN is not below anything
-            return f"{self.path}: error {self.max_rel:.4g} of the largest result is above {limit:g}"
-        return None
+            found.append(f"{self.path}: the float product is 0 everywhere, the int8 one is not")
+        elif not self.max_rel <= limit:
+            found.append(f"{self.path}: error {self.max_rel:.4g} of the largest result is above {limit:g}")
+        return found
 
     def add(self, reference: F32, found: F32) -> None:
         """Results of some rows. Where the float product is not finite the int8 one is NaN: those are left out."""
@@ -80,51 +105,83 @@ class SiteError:
         if not known.any():
             return
         with np.errstate(invalid="ignore"):
-            worst = float(np.abs(reference - found)[known].max())
+            difference = np.abs(reference - found, dtype=np.float64)[known]
+        worst = float(difference.max())
+        self.residual += float(np.square(difference).sum())
+        self.energy += float(np.square(reference[known], dtype=np.float64).sum())
         self.compared += int(np.count_nonzero(known))
-        self.max_abs = worst if not worst <= self.max_abs else self.max_abs
+        self.max_abs = float(np.maximum(self.max_abs, worst))  # unlike max, it keeps a NaN
         self.max_reference = max(self.max_reference, float(np.abs(reference[known]).max()))
 
 
-def site_errors(pack: Pack, model: str | Path, feeds: Iterable[Feed]) -> list[SiteError]:
+def site_errors(pack: Pack, model: str | Path, feeds: Sequence[Feed]) -> list[SiteError]:
     """The error of every bound site of `pack` on the activations that `model`, its source, has there.
 
-    Sites in bodies are listed and not measured: their inputs cannot be seen from outside. UsageError when the sites of
-    the pack are not those of the model.
+    Of the products in bodies only the weights are compared: their inputs cannot be seen from outside. The first
+    MEASURED_RUNS feeds are used. UsageError when the sites of the pack are not those of the model.
     """
     loaded = load(model)
     sites = {site.path: site for site in find_sites(loaded)}
-    errors, measured = [], []
+    by_weight: dict[str, list[tuple[Site, SiteError]]] = {}
+    errors = []
     for record in pack.manifest.sites:
         if record.weight is None:
             continue
         site = sites.get(record.path)
         if site is None or site.weight is None or (site.k, site.n) != (record.k, record.n):
             raise UsageError(f"has no product {record.path}", where=str(model), hint="name the model of this pack")
-        error = SiteError(record.path, record.weight, in_body=site.node.graph is not loaded.ir.graph)
-        errors.append(error)
-        if not error.in_body:
-            measured.append((site, error))
-    if measured:
-        _measure(pack, loaded, measured, feeds)
+        errors.append(SiteError(record.path, record.weight, in_body=site.node.graph is not loaded.ir.graph))
+        by_weight.setdefault(record.weight, []).append((site, errors[-1]))
+    visible = [site for users in by_weight.values() for site, error in users if not error.in_body]
+    activations = _activations(loaded, visible, feeds[:MEASURED_RUNS]) if visible else []
+    store = TensorStore(loaded.regions)
+    for name, users in by_weight.items():
+        _measure(pack, name, users, store, activations)
     return errors
 
 
-def _measure(pack: Pack, model: Model, measured: Sequence[tuple[Site, SiteError]], feeds: Iterable[Feed]) -> None:
-    names = [site.a.name or "" for site, _ in measured if site.a is not None]
-    session, outputs = _with_outputs(model, list(dict.fromkeys(names)))
-    store = TensorStore(model.regions)
-    operands: dict[str, Operand] = {}
-    for feed in feeds:
-        values = _run(session, outputs, feed, model.where)
-        for site, error in measured:
-            assert site.a is not None
-            if error.weight not in operands:
-                operands[error.weight] = operand(pack, error.weight)
-            _one(site, error, values[site.a.name or ""], _matrix(site, store), operands[error.weight])
+def _measure(
+    pack: Pack, name: str, users: list[tuple[Site, SiteError]], store: TensorStore, activations: list[dict[str, F32]]
+) -> None:
+    """All sites of one weight: it is decoded once, and let go."""
+    record, weight = pack.tensors[name], operand(pack, name)
+    w = stored_matrix(pack, record)
+    for site, error in users:
+        error.weight_rms = relative_rms(_matrix(site, store), w)
+        error.recorded_rms = record.error.get("relative_rms")
+        for values in activations:
+            if not error.in_body and site.a is not None:
+                _one(site, error, values[site.a.name or ""], w, weight)
 
 
-def _one(site: Site, error: SiteError, x: F32, w: Array, weight: Operand) -> None:
+def stored_matrix(pack: Pack, record: TensorRecord) -> F32:
+    """A packed weight as its format decodes it, float32 [K, N]."""
+    form = formats.get(record.format, **record.params)
+    transposed = form.orientation is formats.Orientation.NK
+    shape = record.shape[::-1] if transposed else record.shape
+    fields = {name: pack.field(stored) for name, stored in record.fields.items()}
+    w = form.decode(formats.Encoded(record.format, tuple(shape), fields, record.params))
+    return np.asarray(w.T if transposed else w, np.float32)
+
+
+def relative_rms(reference: Array, found: F32) -> float:
+    """Root of sum (reference - found)**2 over sum reference**2, float64, a few rows at a time.
+
+    >>> relative_rms(np.array([[3.0, 4.0]], np.float32), np.array([[3.0, 3.0]], np.float32))
+    0.2
+    """
+    residual = energy = 0.0
+    step = max(1, (_BAND_BYTES // 8) // max(1, reference.shape[1]))
+    for start in range(0, len(reference), step):
+        r = reference[start : start + step].astype(np.float64)
+        residual += float(np.square(r - found[start : start + step]).sum())
+        energy += float(np.square(r).sum())
+    if energy == 0:
+        return 0.0 if residual == 0 else math.inf
+    return math.sqrt(residual / energy)
+
+
+def _one(site: Site, error: SiteError, x: F32, w: F32, weight: Operand) -> None:
     a = x.T if site.transposed_a else x
     a = np.ascontiguousarray(a.reshape(-1, w.shape[0]))
     error.rows += len(a)
@@ -134,9 +191,8 @@ def _one(site: Site, error: SiteError, x: F32, w: Array, weight: Operand) -> Non
     for start in range(0, w.shape[1], band):
         columns = slice(start, start + band)
         with np.errstate(over="ignore", invalid="ignore"):
-            reference = np.asarray(a @ w[:, columns].astype(np.float32, copy=False), np.float32)
             part = Operand(weight.codes[:, columns], weight.scales[columns])
-            error.add(reference, multiply(a, part))
+            error.add(a @ w[:, columns], multiply(a, part))
 
 
 def _matrix(site: Site, store: TensorStore) -> Array:
@@ -145,6 +201,13 @@ def _matrix(site: Site, store: TensorStore) -> Array:
     array = evaluate(site.weight, store)
     array = array.reshape(array.shape[-2:])
     return array.T if site.transposed_b else array
+
+
+def _activations(model: Model, sites: Sequence[Site], feeds: Sequence[Feed]) -> list[dict[str, F32]]:
+    """What arrives at the sites in each run, by the name of the value."""
+    names = [site.a.name or "" for site in sites if site.a is not None]
+    session, outputs = _with_outputs(model, list(dict.fromkeys(names)))
+    return [_run(session, outputs, feed, model.where) for feed in feeds]
 
 
 def _with_outputs(model: Model, names: Sequence[str]) -> tuple[ort.InferenceSession, dict[str, str]]:
@@ -171,7 +234,8 @@ def _run(session: ort.InferenceSession, outputs: dict[str, str], feed: Feed, whe
 
 
 def failures(errors: Sequence[SiteError], limit: float) -> list[str]:
-    """What is wrong with these sites. That none was measured is a failure too."""
-    if all(error.unmeasured is not None for error in errors):
+    """What is wrong with these sites. That no product was measured is a failure too."""
+    found = [failed for error in errors for failed in error.failures(limit)]
+    if not found and all(error.unmeasured is not None for error in errors):
         return ["no site could be measured"]
-    return [failed for error in errors if (failed := error.failure(limit)) is not None]
+    return found
