@@ -182,10 +182,15 @@ class Stq10(Declared):
 
     def quantize(self, x: F32, spans: Mapping[str, Array]) -> Codes:
         # Lanes p of group g are values 64 (g // 16) + g % 16 + 16 p.
-        lanes = x.reshape(*x.shape[:2], 4, 4, 16).transpose(0, 1, 2, 4, 3).reshape(*x.shape[:2], 64, 4)
-        zero = np.abs(lanes).argmin(axis=-1)[..., None]
-        negative = np.take_along_axis(lanes < 0, np.arange(3) + (np.arange(3) >= zero), axis=-1)
-        sign = negative[..., 0]
-        flips = negative[..., 1:] ^ sign[..., None]
-        slot = 4 * zero[..., 0] + flips[..., 0] + 2 * flips[..., 1]
-        return {"qs": slot.astype(np.uint8), "sign": sign.view(np.uint8), "d": amax(x).astype(np.float16)}
+        lanes = x.reshape(*x.shape[:2], 4, 4, 16)
+        size, minus = np.abs(lanes), (lanes < 0).view(np.uint8)
+        low = np.minimum(size[..., 0, :], size[..., 1, :])
+        late = np.minimum(size[..., 2, :], size[..., 3, :]) < low
+        # The first smallest of the four, and the signs of the other three, in order.
+        zero = np.where(late, 2 + (size[..., 3, :] < size[..., 2, :]), size[..., 1, :] < size[..., 0, :]).astype(
+            np.uint8
+        )
+        first, second, third = (np.where(zero <= i, minus[..., i + 1, :], minus[..., i, :]) for i in range(3))
+        slot = zero << np.uint8(2) | (second ^ first) | (third ^ first) << np.uint8(1)
+        whole = (*x.shape[:2], 64)
+        return {"qs": slot.reshape(whole), "sign": first.reshape(whole), "d": amax(x).astype(np.float16)}
