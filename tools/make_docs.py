@@ -14,7 +14,6 @@ from onnxpack.cli.main import COMMANDS, cli
 from onnxpack.reasons import Reason
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-WIDTH = 100
 
 
 def reasons() -> str:
@@ -33,21 +32,40 @@ def reasons() -> str:
 
 
 def command_line() -> str:
-    """The page of commands: the help of each, as a terminal shows it."""
+    """The page of commands: arguments and options of each, with what their help says."""
     lines = ["# Command line", "", "Made by `python tools/make_docs.py` from the commands themselves.", ""]
-    lines += _section("onnxpack", cli, None)
+    lines += _section("onnxpack", cli)
     for name in COMMANDS:
         command = importlib.import_module(f"onnxpack.cli.{name}").command
-        lines += _section(f"onnxpack {name}", command, None)
+        lines += _section(f"onnxpack {name}", command)
         if isinstance(command, click.Group):
-            for sub, inner in command.commands.items():
-                lines += _section(f"onnxpack {name} {sub}", inner, None)
-    return "\n".join(lines)
+            for sub, inner in sorted(command.commands.items()):
+                lines += _section(f"onnxpack {name} {sub}", inner)
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(title: str, command: click.Command, parent: click.Context | None) -> list[str]:
-    context = click.Context(command, parent, info_name=title, terminal_width=WIDTH, max_content_width=WIDTH)
-    return [f"## {title}", "", "```", command.get_help(context), "```", ""]
+def _section(title: str, command: click.Command) -> list[str]:
+    arguments = [p for p in command.params if isinstance(p, click.Argument)]
+    options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+    words = [f"[{a.name.upper()}]" if not a.required else a.name.upper() for a in arguments if a.name]
+    usage = " ".join([title, *words, *(["[OPTIONS]"] if options else [])])
+    lines = [f"## {title}", "", f"`{usage}`", "", " ".join((command.help or "").split()), ""]
+    if options:
+        lines += ["| option | meaning |", "| --- | --- |"]
+        lines += [f"| {_spelling(option)} | {_meaning(option)} |" for option in options]
+        lines.append("")
+    return lines
+
+
+def _spelling(option: click.Option) -> str:
+    names = ", ".join(f"`{name}`" for name in option.opts)
+    value = "" if option.is_flag or option.count else f" {option.metavar or option.type.name.upper()}"
+    return names + value.replace("|", "\\|")
+
+
+def _meaning(option: click.Option) -> str:
+    text = " ".join((option.help or "").split()).replace("|", "\\|")
+    return f"{text} Default: {option.default}." if option.show_default else text
 
 
 PAGES = {"reasons.md": reasons, "cli.md": command_line}
