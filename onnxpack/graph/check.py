@@ -130,14 +130,14 @@ def _check_sparse(proto: onnx.ModelProto) -> None:
             if part.data_location == onnx.TensorProto.EXTERNAL:
                 raise ModelError("it has external data", where=where, hint="save it as a dense tensor")
             _check_tensor(part, None, [])
+        if sparse.indices.data_type != onnx.TensorProto.INT64 or sparse.values.data_type == onnx.TensorProto.STRING:
+            raise ModelError("its indices are not int64, or its values not numbers", where=where)
         total += math.prod(sparse.dims) * max(1, ir.DataType(sparse.values.data_type).bitwidth // 8)
         if min(sparse.dims, default=0) < 0 or total > _DENSE_BYTES:
             raise ModelError(f"shape {list(sparse.dims)} cannot be made dense", where=where)
         count, indices = list(sparse.values.dims), list(sparse.indices.dims)
         if len(count) != 1 or indices not in (count, [*count, len(sparse.dims)]):
             raise ModelError(f"indices {indices} do not fit values {count}", where=where)
-        if sparse.indices.data_type != onnx.TensorProto.INT64 or sparse.values.data_type == onnx.TensorProto.STRING:
-            raise ModelError("its indices are not int64, or its values not numbers", where=where)
 
 
 def _check_tensor(tensor: onnx.TensorProto, folder: Folder | None, regions: list[tuple[str, Region]]) -> None:
