@@ -173,3 +173,12 @@ def cli(
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file of a directory, by relative path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def empty_branches(condition: str, output: str, then: onnx.TensorProto, otherwise: onnx.TensorProto) -> onnx.NodeProto:
+    """An If whose branches have no nodes, only an initializer each."""
+    branches = [
+        helper.make_graph([], name, [], [value(t.name, list(t.dims), t.data_type)], [t])
+        for name, t in (("then", then), ("else", otherwise))
+    ]
+    return node("If", [condition], [output], then_branch=branches[0], else_branch=branches[1])
