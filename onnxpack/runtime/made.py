@@ -1,4 +1,4 @@
-"""Operands that have to be made: weights stored in another format than int8, decoded and quantized once, at load.
+"""Operands that have to be made: weights not stored as int8 [K, N], decoded and quantized once, or shifted, at load.
 
 They go, a band of columns at a time, into a mapped file and not into memory: the device that reads them keeps its own
 copy (onnxruntime prepacks), and two would be one too many. The file is temporary and has no name once it is open,
@@ -25,7 +25,9 @@ from onnxpack.formats.base import Encoded, FieldSpec, Format, Orientation
 from onnxpack.pack.container import Layout, create, layout
 from onnxpack.pack.manifest import TensorRecord
 from onnxpack.pack.read import Pack
+from onnxpack.plan import OWN_CODES
 from onnxpack.quant.int8 import quantize_columns
+from onnxpack.quant.qdq import to_signed
 from onnxpack.threads import in_threads
 from onnxpack.types import F32, Array
 
@@ -121,6 +123,9 @@ def _fill(pack: Pack, chosen: Mapping[str, TensorRecord], plan: Layout, file: Pa
 def _make(pack: Pack, record: TensorRecord, codes: Array, scales: Array) -> None:
     """Decode a band of columns, quantize it, next band: columns do not depend on each other."""
     where = f"{pack.path}: tensor {record.name}"
+    if record.format == OWN_CODES:
+        _shift(pack, record, codes, scales)
+        return
     form = _format(record, where)
     transposed = form.orientation is Orientation.NK
     shape = tuple(record.shape[::-1] if transposed else record.shape)
@@ -133,6 +138,22 @@ def _make(pack: Pack, record: TensorRecord, codes: Array, scales: Array) -> None
         if band.shape != (record.shape[0], stop - start):
             raise PackError(f"decodes to {list(band.shape)} for columns {start} to {stop}", where=where)
         quantize_columns(band, codes[:, start:stop], scales[start:stop])
+
+
+def _shift(pack: Pack, record: TensorRecord, codes: Array, scales: Array) -> None:
+    """Codes that the graph brought, as int8 [K, N]; they are never quantized again."""
+    fields = {name: pack.field(record.fields[name]) for name in ("codes", "scales") if name in record.fields}
+    stored, own_scales = fields.get("codes", np.empty(0)), fields.get("scales", np.empty(0)).reshape(-1)
+    stored = stored.T if record.params.get("transposed") else stored
+    if (
+        stored.dtype not in (np.int8, np.uint8)
+        or stored.shape != codes.shape
+        or own_scales.size not in (1, scales.size)
+    ):
+        raise PackError("its fields are not those of codes", where=f"{pack.path}: tensor {record.name}")
+    for start in range(0, codes.shape[1], _BAND):
+        codes[:, start : start + _BAND] = to_signed(stored[:, start : start + _BAND])
+    scales[...] = own_scales
 
 
 def _format(record: TensorRecord, where: str) -> Format:
