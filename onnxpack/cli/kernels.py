@@ -107,10 +107,13 @@ def _print_results(results: list[Result]) -> None:
 
     rows = [(r.gemm, r.status, r.kernel.path if r.kernel is not None else "-") for r in results]
     print_table(("shape", "status", "file"), rows)
+    said = None
     for result in results:
         if result.ok:
             continue
-        note(f"{result.gemm} {result.status}: {result.reason}")
+        if result.reason != said:  # without a toolchain all say the same
+            note(f"{result.gemm} {result.status}: {result.reason}")
+        said = result.reason
         for line in result.log_tail:
             note(f"  | {line}")
         if result.log is not None:
@@ -163,16 +166,20 @@ def _plain(value: Any) -> str:
 @command.command("check")
 @click.argument("library", metavar="DIR|LIST|FILE")
 @click.option("--run", "on_device", is_flag=True, help="Run each kernel on the device: canary, route and times.")
+@click.option("--record", "keep", is_flag=True, help="With --run: mark what passed as proved, in its record.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def check_command(library: str, on_device: bool, as_json: bool) -> None:
+def check_command(library: str, on_device: bool, keep: bool, as_json: bool) -> None:
     """Check the structure of every kernel against its record; with --run, its product on this machine's NPU.
 
     Exit 3 when a file cannot be bound, exit 4 when a kernel did not give the known product.
     """
-    from onnxpack.cli.output import print_json
-    from onnxpack.kernels.checking import check_library, raise_for_checks, summary
+    from onnxpack.cli.output import note, print_json
+    from onnxpack.kernels.checking import check_library, raise_for_checks, record_proofs, summary
+    from onnxpack.kernels.library import parse_kernels
 
     checks = check_library(library, on_device=on_device)
+    if keep and on_device:
+        note(f"proved: {record_proofs(parse_kernels(library), checks)} kernels")
     if as_json:
         print_json(summary(checks, on_device))
     else:

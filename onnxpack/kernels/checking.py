@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onnxpack.errors import GateError, KernelError
+from onnxpack import records
+from onnxpack.errors import EnvironmentFault, GateError, KernelError
+from onnxpack.kernels.diagnosis import diagnose, driver_version
 from onnxpack.kernels.elf_report import check, inspect
-from onnxpack.kernels.library import Kernel, parse_kernels
+from onnxpack.kernels.files import write_file
+from onnxpack.kernels.library import Kernel, Library, Proof, parse_kernels
 from onnxpack.kernels.trial import Trial, try_kernel
 
 
@@ -24,7 +27,7 @@ class Checked:
     """`ok` or `refused`."""
     problem: str | None
     proof: str
-    """`canary` or `unproved`: what its record has to offer."""
+    """`proved`, `canary` or `unproved`: what its record says, before this check."""
     trial: Trial | None = None
     """What the device did; None when it was not asked."""
 
@@ -63,12 +66,32 @@ def _check_kernel(kernel: Kernel, on_device: bool) -> Checked:
     return Checked(str(kernel.path), shape, "ok", None, kernel.proof, trial)
 
 
+def record_proofs(library: Library, checks: Sequence[Checked]) -> int:
+    """Write a proof into the record of each kernel that passed on the device; returns how many.
+
+    EnvironmentFault when a record cannot be written. Foreign kernels have no record, and stay unproved.
+    """
+    passed = {checked.path for checked in checks if checked.trial is not None and checked.trial.passed}
+    driver = driver_version()
+    written = 0
+    for kernel in library.kernels:
+        record = kernel.record
+        if kernel.path is None or str(kernel.path) not in passed or record is None or record.canary is None:
+            continue
+        proof = Proof(record.sha256, record.key, record.canary.sha256, driver)
+        text = records.dumps(replace(record, proof=proof), indent=2)
+        try:
+            write_file(kernel.path.with_suffix(".json"), text.encode())
+        except OSError as error:
+            raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(kernel.path)) from None
+        written += 1
+    return written
+
+
 def summary(checks: Sequence[Checked], on_device: bool) -> dict[str, Any]:
     """A report to send: every kernel, and with the device the versions that decide what it does."""
     found: dict[str, Any] = {"kernels": [asdict(checked) for checked in checks]}
     if on_device:
-        from onnxpack.kernels.diagnosis import diagnose
-
         machine = [asdict(finding) for finding in diagnose() if finding.part == "run"]
         found["machine"] = {"kernel": platform.release(), "findings": machine}
     return found

@@ -112,6 +112,11 @@ def _driver(where: Places) -> Finding:
     return Finding("run", "driver", "ok", f"amdxdna {version}", rule)
 
 
+def driver_version(where: Places | None = None) -> str:
+    """The version of the loaded driver; "unknown" when there is none, or it does not say."""
+    return _text((where or Places()).driver / "version") or "unknown"
+
+
 def _xrt(where: Places) -> Finding:
     rule = "contexts from ELFs need XRT of the branch 2026.1 or later"
     root = Path(os.environ["XILINX_XRT"]) if os.environ.get("XILINX_XRT") else where.xrt

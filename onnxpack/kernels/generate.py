@@ -18,6 +18,7 @@ from onnxpack.kernels.cache import Cache
 from onnxpack.kernels.compile import ELF, LOG, TIMEOUT_SECONDS, CompileError, compile_kernel
 from onnxpack.kernels.digests import Digests
 from onnxpack.kernels.elf_report import check
+from onnxpack.kernels.files import write_file
 from onnxpack.kernels.library import Kernel, Library, elf_name, read_directory, read_record
 from onnxpack.kernels.process import Runner, tail
 from onnxpack.kernels.recipe import Draft, Inputs, Recipe, draft
@@ -284,18 +285,3 @@ def kernel_path(kernel: Kernel) -> Path:
     """Path of a kernel that has a file."""
     assert kernel.path is not None
     return kernel.path
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a whole file or none."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

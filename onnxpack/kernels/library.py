@@ -32,6 +32,8 @@ _ENTRY_BREAK = re.compile(rf",\s*(?={_SHAPE}\s*(?:=|,|$))")
 
 _NAME = re.compile(rf"i8_({_SHAPE})(?:_[0-9a-f]{{12}})?\.elf")
 _RECORD_LIMIT = 1 << 20
+_PROOFS = ("proved", "canary", "unproved")
+"""Best first."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,16 @@ class Canary:
 
     seed: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A run of the canary on a device that gave the known product: for this file, these inputs, this driver."""
+
+    elf_sha256: str
+    key: str
+    canary_sha256: str
+    driver: str
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,16 @@ class Record:
     """Tool versions and digests, design and kernel source digests, the command lines."""
     licence: str = "unknown"
     canary: Canary | None = None
+    proof: Proof | None = None
+    """None until `kernels check --run --record` was passed."""
+
+    @property
+    def proved(self) -> bool:
+        """Whether the canary was run on a device and passed, with exactly this file and this canary."""
+        proof, canary = self.proof, self.canary
+        if proof is None or canary is None:
+            return False
+        return (proof.elf_sha256, proof.key, proof.canary_sha256) == (self.sha256, self.key, canary.sha256)
 
     @property
     def gemm(self) -> Gemm:
@@ -80,8 +102,11 @@ class Kernel:
 
     @property
     def proof(self) -> str:
-        """`canary` when a known product can be run against it, else `unproved`: nothing but its name vouches for it."""
-        return "canary" if self.record is not None and self.record.canary is not None else "unproved"
+        """`proved` when a device gave its canary's known product, `canary` when it has one that was never run, else
+        `unproved`: nothing but its name vouches for it."""
+        if self.record is None or self.record.canary is None:
+            return "unproved"
+        return "proved" if self.record.proved else "canary"
 
 
 @dataclass(frozen=True)
@@ -104,7 +129,7 @@ class Library:
         return best
 
     def find(self, gemm: Gemm) -> Kernel | None:
-        """The kernel of exactly this shape: one with a canary before one without, then by file name."""
+        """The kernel of exactly this shape: the best proved one, then by file name."""
         return self._best.get(gemm)
 
     def to_list(self) -> str:
@@ -168,7 +193,7 @@ def read_directory(folder: Path) -> Library:
             kernels.append(open_elf(path))
         except KernelError as error:
             problems.append(error.render())
-    kernels.sort(key=lambda k: (k.gemm, k.proof != "canary", k.record is None, str(k.path)))
+    kernels.sort(key=lambda k: (k.gemm, _PROOFS.index(k.proof), k.record is None, str(k.path)))
     return Library(tuple(kernels), tuple(problems))
 
 

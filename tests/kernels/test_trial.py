@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import npu_elf_writer as writer
@@ -10,10 +11,10 @@ import pytest
 from onnxpack import records
 from onnxpack.errors import GateError, KernelError
 from onnxpack.kernels import canary, diagnosis, trial
-from onnxpack.kernels.checking import check_library, raise_for_checks, summary
+from onnxpack.kernels.checking import check_library, raise_for_checks, record_proofs, summary
 from onnxpack.kernels.diagnosis import Places, diagnose
 from onnxpack.kernels.elf_report import inspect_bytes
-from onnxpack.kernels.library import SCHEMA, Record
+from onnxpack.kernels.library import SCHEMA, Record, parse_kernels
 from onnxpack.shapes import Gemm
 
 SHAPE = Gemm(16, 64, 256)
@@ -84,6 +85,19 @@ def test_a_device_that_does_not_is_told_apart(
     assert checked.trial.canary == ("different" if mode in ("wrong", "nothing") else "not run")
     with pytest.raises(GateError):
         raise_for_checks([checked], on_device=True)
+
+
+def test_what_passed_is_proved_until_it_changes(device: pytest.MonkeyPatch, library: Path) -> None:
+    assert parse_kernels(str(library)).kernels[0].proof == "canary"
+    checks = check_library(str(library), on_device=True)
+    assert record_proofs(parse_kernels(str(library)), checks) == 1
+    (kernel,) = parse_kernels(str(library)).kernels
+    assert kernel.proof == "proved"
+    assert kernel.record is not None
+    assert replace(kernel.record, key="cd" * 32).proved is False  # other tools, other proof
+    assert replace(kernel.record, sha256="00" * 32).proved is False
+    device.setenv("FAKE_PYXRT", "wrong")
+    assert record_proofs(parse_kernels(str(library)), check_library(str(library), on_device=True)) == 0
 
 
 def test_a_foreign_kernel_gets_a_canary_of_its_shape(device: pytest.MonkeyPatch, tmp_path: Path) -> None:
