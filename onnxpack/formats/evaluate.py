@@ -149,10 +149,20 @@ class _Evaluation(Generic[V]):
         ops = self.ops
         if leaf.num_codebooks > 1:
             raise UsageError("additive codebooks have a decoder of their own")
-        value = self.frame(ops.table(padded(leaf.codebook_data, leaf.vector_size), ops.codes(leaf.codes)))
+        value = self.frame(self.entries(leaf))
         if leaf.shift is not None:
             value = ops.add(value, self.parameter(leaf.shift))
         return self.scaled(value, leaf)
+
+    def entries(self, leaf: Codebook) -> V:
+        ops = self.ops
+        line = straight(leaf.codebook_data) if leaf.vector_size <= 1 else None
+        if line is None:
+            return ops.table(padded(leaf.codebook_data, leaf.vector_size), ops.codes(leaf.codes))
+        first, step = line
+        value = ops.to_float(ops.codes(leaf.codes), 0)
+        value = value if step == 1 else ops.multiply(value, ops.constant(step))
+        return ops.add(value, ops.constant(first))
 
     def floating(self, leaf: FloatingPointUniform) -> V:
         bits = (leaf.sign_bits, leaf.exponent_bits, leaf.mantissa_bits)
@@ -227,6 +237,20 @@ def padded(values: tuple[float, ...], vector: int = 0) -> F32:
         table = np.concatenate([table, np.zeros((full - len(table), *table.shape[1:]), np.float32)])
     table.setflags(write=False)
     return table
+
+
+@functools.lru_cache(maxsize=32)
+def straight(values: tuple[float, ...]) -> tuple[float, float] | None:
+    """First value and step of a codebook of small whole numbers on a line: it needs no table.
+
+    >>> straight((-1.0, 0.0, 1.0)), straight((-1.0, 0.0, 2.0))
+    ((-1.0, 1.0), None)
+    """
+    if not 2 <= len(values) <= 256 or any(abs(v) > 1 << 16 or v != int(v) for v in values):
+        return None
+    step = values[1] - values[0]
+    on_line = all(v == values[0] + i * step for i, v in enumerate(values))
+    return (values[0], step) if on_line else None
 
 
 @functools.lru_cache(maxsize=32)

@@ -40,7 +40,7 @@ def decoder_model(made: Format, encoded: Encoded, opset: int) -> onnx.ModelProto
     fields = [numpy_helper.from_array(np.array(encoded.fields[n]), n) for n in made.fields(encoded.shape)]
     output = helper.make_tensor_value_info(decoder.output, TensorProto.FLOAT, encoded.shape)
     graph = helper.make_graph(list(decoder.nodes), "decoder", [], [output], [*fields, *decoder.constants])
-    ir = {13: 7, 14: 7, 18: 8, 21: 10, 23: 11}[opset]
+    ir = {13: 7, 14: 7, 18: 8, 21: 10, 23: 11, 26: 13}[opset]
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir)
 
 

@@ -86,3 +86,10 @@ def test_the_document_names_every_format() -> None:
     text = DOC.read_text(encoding="utf-8")
     missing: list[Any] = [name for name in names() if f"`{name}`" not in text]
     assert not missing
+
+
+def test_the_examples_of_the_document_run() -> None:
+    import doctest
+
+    failed, ran = doctest.testfile(str(DOC), module_relative=False, encoding="utf-8")
+    assert (failed, ran > 5) == (0, True)
