@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from onnxpack.errors import UsageError
 from onnxpack.formats.datatypes import float_table
-from onnxpack.formats.layout import Role
+from onnxpack.formats.layout import BlockField, Per, Role
 from onnxpack.formats.profiles import (
     Codebook,
     FloatingPointUniform,
@@ -73,14 +73,6 @@ class Ops(Protocol[V]):
 def evaluate(profile: QuantizationProfile, ops: Ops[V]) -> V:
     """Decoded values [rows, blocks, block_size] of a profile that has a layout."""
     return _Evaluation(profile, ops).run()
-
-
-def is_evaluable(profile: QuantizationProfile) -> bool:
-    """Whether `evaluate` knows the profile's kinds (the others have a decoder of their own)."""
-    return profile.block is not None and isinstance(
-        profile.leaf.value,
-        LinearUniform | Codebook | FloatingPointUniform | LogUniform | StructuredBlockUniform,
-    )
 
 
 class _Evaluation(Generic[V]):
@@ -219,8 +211,6 @@ def _groups(profile: QuantizationProfile) -> int:
 
 
 def _count(item: Any) -> int:
-    from onnxpack.formats.layout import BlockField, Per
-
     if isinstance(item, BlockField) and item.per is Per.ROW_TILES:
         return 1
     return int(item.count)

@@ -63,7 +63,7 @@ class Graph:
         return str(self.constants[key].name)
 
     def decoder(self, output: str) -> Decoder:
-        """What was collected; `output` is renamed to a fixed name by one Identity-free rename of its producer."""
+        """What was collected; the last node's output takes the fixed name, so that no Identity is needed."""
         last = self.nodes[-1]
         assert last.output[0] == output
         last.output[0] = OUTPUT
