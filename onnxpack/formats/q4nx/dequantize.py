@@ -4,7 +4,9 @@
 >>> w = np.linspace(-1, 1, 64, dtype=np.float32).reshape(32, 2)
 >>> tiles = np.empty((1, 5120), np.int8)
 >>> _ = encode(w, tiles)
-
+>>> column = decode_columns(tiles, (32, 2), 1, 2)
+>>> column.shape, bool(np.abs(column - w[:, 1:]).max() < 0.07)
+((32, 1), True)
 """
 
 from __future__ import annotations

@@ -98,21 +98,19 @@ class _Buffers:
     """Temporaries of one encoding, reused by every block."""
 
     def __init__(self) -> None:
-        self._source = np.empty(0, np.float32)
+        self._source = np.empty(TILE.cols * _BAND, np.float32)
         self.quotient, self.product = np.empty(_PIECE, np.float32), np.empty(_PIECE, np.float32)
         self.codes = np.empty(_PIECE, np.uint8)
         self.pairs, self.packed = np.empty(_PIECE // 2, np.uint16), np.empty(_PIECE // 2, np.uint8)
 
     def load(self, w: Array, at: _Block) -> F32:
-        """A block as float32 [groups, 32, padded width]: a view of the weight where it can be, else a padded copy."""
+        """A block as float32 [groups, 32, padded width], zeros where it is padded.
+
+        A copy even of a float32 weight: seven passes over rows that lie far apart cost more than one and a copy.
+        """
         part = w[at.where]
-        whole = at.height == at.groups * GROUP and at.width == at.padded_width
-        if whole and w.dtype == np.float32 and w.dtype.isnative and w.strides[1] == 4 and w.flags.aligned:
-            return part.reshape(at.groups, GROUP, at.width)
-        if not self._source.size:
-            self._source = np.empty(TILE.cols * _BAND, np.float32)
         copy = _shaped(self._source, at.groups * GROUP, at.padded_width)
-        if not whole:
+        if copy.shape != part.shape:
             copy[...] = 0
         # A transposing copy of more than 32 columns at once would fight over cache lines.
         step = ROWS if abs(w.strides[0]) < abs(w.strides[1]) else at.width
