@@ -20,11 +20,16 @@ if TYPE_CHECKING:
 @click.option("--sites", is_flag=True, help="List every matrix product and where it runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(pack: str, tensor: str | None, changes: bool, sites: bool, as_json: bool) -> None:
-    """Show what PACK holds: source, files, weights, sites, digests."""
+    """Show what PACK holds: source, files, weights, sites, digests. PACK may also be a Q4NX file of any origin."""
+    from pathlib import Path
+
     from onnxpack import records
     from onnxpack.cli.output import print_json
     from onnxpack.pack.read import open_pack
 
+    if Path(pack).is_file():
+        _inspect_q4nx(pack, tensor, as_json)
+        return
     opened = open_pack(pack)
     if tensor is not None:
         record = _find(opened, tensor)
@@ -41,6 +46,26 @@ def command(pack: str, tensor: str | None, changes: bool, sites: bool, as_json: 
         _print_sites(opened)
     else:
         _print_pack(opened)
+
+
+def _inspect_q4nx(path: str, tensor: str | None, as_json: bool) -> None:
+    """What a Q4NX file holds: which tensors are tiles of which kind, which can be decoded, and why others cannot."""
+    from onnxpack import records
+    from onnxpack.cli.output import print_json, print_table
+    from onnxpack.formats.q4nx import describe
+
+    rows = [row for row in describe(path) if tensor in (None, row.name)]
+    if not rows and tensor is not None:
+        raise UsageError(f"no tensor is called {tensor!r}", where=path, hint=f"`onnxpack inspect {path}` lists them")
+    if as_json:
+        print_json(records.to_dict(rows))
+        return
+    cells = [
+        (r.name, r.dtype, "x".join(map(str, r.shape)), r.kind, "-" if r.tiles is None else r.tiles, r.note)
+        for r in rows
+    ]
+    print_table(("tensor", "type", "shape", "kind", "tiles", "note"), cells, right=(4,))
+    click.echo(f"\n{len(rows)} tensors, {sum(row.readable for row in rows)} can be read")
 
 
 def _find(pack: Pack, name: str) -> TensorRecord:
