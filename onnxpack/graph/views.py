@@ -380,7 +380,8 @@ def _apply_quantize(node: ir.Node, arrays: Sequence[Array | None], index: int) -
     if zero_point is not None:
         codes += spread(zero_point.astype(np.float32), values.shape, axis, block)
     low, high = _range(to)
-    return np.clip(codes, low, high).astype(to)
+    with np.errstate(invalid="ignore"):  # a NaN has no code; what stands there says nothing
+        return np.clip(codes, low, high).astype(to)
 
 
 def _range(dtype: np.dtype[Any]) -> tuple[float, float]:

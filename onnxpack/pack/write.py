@@ -16,7 +16,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpack.errors import GateError
+from onnxpack.errors import GateError, ModelError
 from onnxpack.formats.base import FieldSpec
 from onnxpack.graph.changes import Change
 from onnxpack.graph.externalize import drop_unused_initializers, inline_attribute_tensors, inlined, large_tensors
@@ -163,7 +163,11 @@ def _externalize(
 
 
 def _serialize(model: Model) -> bytes:
-    data: bytes = ir.serde.serialize_model(model.ir).SerializeToString(deterministic=True)
+    try:
+        data: bytes = ir.serde.serialize_model(model.ir).SerializeToString(deterministic=True)
+    except (ir.serde.SerdeError, ValueError, TypeError) as error:
+        cause = str(error.__cause__ or error).splitlines()[0]
+        raise ModelError(f"the graph cannot be written: {cause[:200]}") from None
     return data
 
 
