@@ -41,14 +41,17 @@ class Digests:
         return digest
 
     def tree(self, root: Path, suffixes: Iterable[str]) -> str:
-        """Digest over names and contents of all files with these suffixes below `root`, links not followed."""
+        """Digest over names and contents of all files with these suffixes below `root`; linked folders not followed.
+
+        The suffix ".so" stands for versioned names as well (`libx.so.21`), the empty one for every file.
+        """
         wanted = tuple(suffixes)
         total = hashlib.sha256()
         for folder, below, names in os.walk(root):
             below[:] = sorted(name for name in below if name != "__pycache__")
             for name in sorted(names):
-                if name.endswith(wanted):
-                    path = Path(folder, name)
+                path = Path(folder, name)
+                if (name.endswith(wanted) or (".so" in wanted and ".so." in name)) and path.is_file():
                     total.update(f"{path.relative_to(root).as_posix()}\0{self.file(path)}\n".encode())
         return total.hexdigest()
 

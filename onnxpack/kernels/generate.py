@@ -176,7 +176,10 @@ class _Work:
         drafted = draft(gemm, self.target)
         if isinstance(drafted, str):
             return Result(gemm, "refused", reason=note + drafted, command=command)
-        result = self._make(drafted)
+        try:
+            result = self._make(drafted)
+        except OSError as error:  # the disk is full, the cache was taken away, ...
+            raise EnvironmentFault(error.strerror or str(error), where=error.filename) from None
         return replace(result, command=command, reason=note + result.reason if result.reason else None)
 
     def command(self, gemm: Gemm) -> str:

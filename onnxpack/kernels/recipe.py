@@ -134,13 +134,15 @@ class Inputs:
             "sha256": self._peano(self.chain.path("clang++")),
         }
         found["aie"] = {"sha256": self._aie()}
+        if self.chain.install is not None:  # whatever else aiecc calls or loads
+            programs = self.digests.tree(self.chain.install / "bin", ("",))
+            found["mlir-aie"] = {"sha256": combine([programs, self.digests.tree(self.chain.install / "lib", (".so",))])}
         return found
 
     def _peano(self, clang: Path) -> str:
         programs = {name: clang.with_name(name) for name in PEANO_TOOLS}
         parts = {name: self.digests.file(path) for name, path in programs.items() if path.is_file()}
-        runtime = clang.parent.parent / "lib"
-        parts["lib"] = self.digests.tree(runtime, (".a", ".o")) if runtime.is_dir() else ""
+        parts["lib"] = self.digests.tree(clang.parent.parent / "lib", (".a", ".o", ".so"))
         return combine(parts)
 
     def _aie(self) -> str:

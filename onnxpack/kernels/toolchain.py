@@ -60,13 +60,18 @@ class Toolchain:
     tools: dict[str, Tool]
     generation: str | None
     flags: tuple[str, ...]
-    include: Path | None
-    """Folder of headers of mlir-aie."""
+    install: Path | None
+    """Root of mlir-aie's installation, where it is known."""
     python_path: str = ""
     """What the generator's interpreter needs on PYTHONPATH."""
     aie: Path | None = None
     """Folder of package aie, where it is known without asking that interpreter."""
     environment: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def include(self) -> Path | None:
+        """Folder of headers of mlir-aie."""
+        return self.install / "include" if self.install is not None else None
 
     @property
     def missing(self) -> list[Tool]:
@@ -127,7 +132,7 @@ def find(environment: Mapping[str, str] | None = None, family: str = "aie2p") ->
     tools = {tool.name: tool for tool in (python, aiecc, clang, source, asm)}
     run_environment = _run_environment(env, tools, peano_root)
     return Toolchain(
-        tools, generation, flags, include, _python_path(install), _aie_folder(install, python), run_environment
+        tools, generation, flags, install, _python_path(install), _aie_folder(install, python), run_environment
     )
 
 

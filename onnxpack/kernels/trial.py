@@ -6,16 +6,19 @@ one JSON object. `python -m onnxpack.kernels.trial '{...}'` is that child.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from onnxpack.kernels.cache import default_folder
 from onnxpack.kernels.process import Runner, tail
 
 LAUNCHES = 10
@@ -48,7 +51,8 @@ class Trial:
 def try_kernel(path: Path, name: str, shape: tuple[int, int, int], seed: int | None, expected: str | None) -> Trial:
     """Run a kernel in a child process. Never raises for what the device or its driver does."""
     wanted = {"path": str(path), "name": name, "shape": shape, "seed": seed, "expected": expected}
-    answer, problem = _child(wanted)
+    with device_lock():
+        answer, problem = _child(wanted)
     return Trial(**answer) if problem is None else Trial("none", "not run", problem)
 
 
@@ -56,6 +60,25 @@ def probe_device() -> dict[str, Any]:
     """What pyxrt says about itself and the machine, asked in a child process; {"error": ...} when it says nothing."""
     answer, problem = _child({"probe": True})
     return answer if problem is None else {"error": problem}
+
+
+@contextlib.contextmanager
+def device_lock() -> Iterator[None]:
+    """Hold the NPU for this user: two processes on it at once, with large buffers, are known to disturb each other."""
+    from filelock import FileLock
+
+    folder = default_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / "device-0.lock")
+        lock.acquire()
+    except OSError:  # nowhere to put a lock: go without
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _child(wanted: dict[str, Any]) -> tuple[dict[str, Any], str | None]:

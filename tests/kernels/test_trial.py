@@ -21,10 +21,11 @@ SHAPE = Gemm(16, 64, 256)
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """A stand-in for pyxrt on the path of child processes."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "support" / "fake_pyxrt"))
     monkeypatch.setenv("FAKE_PYXRT_SHAPE", "16,64,256")
+    monkeypatch.setenv("ONNXPACK_CACHE", str(tmp_path / "cache"))
     return monkeypatch
 
 

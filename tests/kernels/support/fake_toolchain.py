@@ -44,12 +44,23 @@ class FakeToolchain:
         self.xrt = folder / "xrt"
         kernels = self.install / "include" / "aie_kernels" / "aie2p"
         headers = self.install / "include" / "aie_api"
-        for place in (self.install / "bin", self.peano / "bin", self.peano / "lib", self.xrt / "bin", kernels, headers):
+        libraries = self.install / "lib"
+        for place in (
+            libraries,
+            self.install / "bin",
+            self.peano / "bin",
+            self.peano / "lib",
+            self.xrt / "bin",
+            kernels,
+            headers,
+        ):
             place.mkdir(parents=True)
         (kernels / "mm.cc").write_text(MM_CC)
         (kernels / "zero.cc").write_text("// zero\n")
         (headers / "aie.hpp").write_text("// vectors\n")
         (self.peano / "lib" / "libc.a").write_bytes(b"!<arch>\n")
+        (libraries / "libAIE.so.21").write_text("")
+        (self.install / "bin" / "aie-opt").write_text("")
         shutil.copytree(SUPPORT / "fake_aie" / "aie", self.install / "python" / "aie")
         self.aiecc = self._program(self.install / "bin" / "aiecc", "aiecc")
         self.clang = self._program(self.peano / "bin" / "clang++", "clang")
