@@ -66,7 +66,8 @@ def quantize_columns(w: npt.NDArray[np.generic], codes: I8, scales: F32) -> Colu
     error = ColumnError(np.zeros(w.shape[1]), np.zeros(w.shape[1]))
     if w.size:
         transposed = w.strides[0] < w.strides[1]
-        (_by_columns if transposed else _by_rows)(w, codes, scales, error)
+        with np.errstate(over="ignore", invalid="ignore"):  # a float64 beyond float32 is an infinity, and found as one
+            (_by_columns if transposed else _by_rows)(w, codes, scales, error)
     else:
         scales[...] = 1
     return error
@@ -147,7 +148,8 @@ def _in_units_of_weight(residual: npt.NDArray[np.float64], energy: npt.NDArray[n
 
 def dequantize_columns(codes: I8, scales: F32) -> F32:
     """Inverse of quantize_columns: codes [K, N] times scales [N], float32, as ONNX's DequantizeLinear(axis=1)."""
-    return codes.astype(np.float32) * scales
+    with np.errstate(over="ignore"):  # 127 times the scale of the largest float32 may round beyond it
+        return codes.astype(np.float32) * scales
 
 
 def quantize_rows(x: F32) -> tuple[I8, F32]:

@@ -15,7 +15,7 @@ from model_maker import chain, matmul, model, node, normal, save, tensor, value
 from onnx import TensorProto, helper
 
 import onnxpack
-from onnxpack.errors import ModelError
+from onnxpack.errors import GateError, ModelError
 from onnxpack.graph.load import load
 from onnxpack.graph.names import Namer
 from onnxpack.graph.paths import all_graphs, all_nodes, path_of
@@ -113,7 +113,7 @@ def test_damaged_files_are_refused_or_read_never_worse(
     try:
         onnxpack.census(path)
         onnxpack.build(path, folder / "out.pack", weights="int8")
-    except ModelError as error:
+    except (ModelError, GateError) as error:  # a gate: the bytes are another weight now, and the loss too large
         assert error.render().isprintable()  # noqa: PT017
         assert not (folder / "out.pack").exists()
 
