@@ -20,6 +20,7 @@ import onnx_ir as ir
 from onnxpack.errors import ModelError
 from onnxpack.graph.external import Folder, Region, locate, refuse_overlaps
 from onnxpack.graph.functions import check_functions
+from onnxpack.graph.text import text_of
 
 _MIN_IR, _MAX_ELEMENTS = 3, 2**62
 _STANDARD = ("", "ai.onnx")
@@ -125,7 +126,7 @@ _DENSE_BYTES = 1 << 30
 def _check_sparse(proto: onnx.ModelProto) -> None:
     total = 0
     for sparse in sparse_tensors(proto):
-        where = f"sparse tensor {_text(sparse.values.name) or '(unnamed)'}"
+        where = f"sparse tensor {text_of(sparse.values.name) or '(unnamed)'}"
         for part in (sparse.values, sparse.indices):
             if part.data_location == onnx.TensorProto.EXTERNAL:
                 raise ModelError("it has external data", where=where, hint="save it as a dense tensor")
@@ -141,7 +142,7 @@ def _check_sparse(proto: onnx.ModelProto) -> None:
 
 
 def _check_tensor(tensor: onnx.TensorProto, folder: Folder | None, regions: list[tuple[str, Region]]) -> None:
-    where = f"tensor {_text(tensor.name) or '(unnamed)'}"
+    where = f"tensor {text_of(tensor.name) or '(unnamed)'}"
     if tensor.data_type not in onnx.TensorProto.DataType.values() or not tensor.data_type:
         raise ModelError(f"data type {tensor.data_type} does not exist", where=where)
     count = 1
@@ -157,7 +158,7 @@ def _check_tensor(tensor: onnx.TensorProto, folder: Folder | None, regions: list
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         if folder is None:
             raise ModelError("a model given as an object cannot have external data", where=where, hint="pass its path")
-        entries = ((_text(e.key), _text(e.value)) for e in tensor.external_data)
+        entries = ((text_of(e.key), text_of(e.value)) for e in tensor.external_data)
         regions.append((tensor.name, locate(entries, nbytes, folder, tensor.name)))
         return
     held = _bytes_held(tensor)
@@ -188,16 +189,9 @@ def _bytes_held(tensor: onnx.TensorProto) -> int:
     return len(getattr(tensor, field)) * width
 
 
-def _text(value: Any) -> str:
-    """A string of the protobuf, which may hold bytes that are no text."""
-    if isinstance(value, bytes):
-        raise ModelError(f"{value[:40]!r} is not UTF-8", hint="file is damaged")
-    return str(value)
-
-
 def _names(values: Any, where: str, what: str) -> set[str]:
     seen: set[str] = set()
-    for name in map(_text, values):
+    for name in map(text_of, values):
         if not name:
             raise ModelError(f"an {what} has no name", where=where)
         if name in seen:
@@ -275,9 +269,20 @@ def _label(node: onnx.NodeProto, index: int) -> str:
     return f"node {node.name!r} ({node.op_type})" if node.name else f"node {index} ({node.op_type})"
 
 
+_PAYLOADS = {
+    onnx.AttributeProto.TENSOR: "t",
+    onnx.AttributeProto.GRAPH: "g",
+    onnx.AttributeProto.SPARSE_TENSOR: "sparse_tensor",
+}
+
+
 def _check_node(node: onnx.NodeProto, label: str, domains: Mapping[str, int], local: set[tuple[str, str]]) -> None:
     for name in (node.domain, node.op_type, node.name, *node.input, *node.output):
-        _text(name)
+        text_of(name)
+    for attribute in node.attribute:
+        field = _PAYLOADS.get(attribute.type)
+        if field and not attribute.HasField(field) and not attribute.ref_attr_name:
+            raise ModelError(f"attribute {text_of(attribute.name)!r} is empty", where=label, hint="file is damaged")
     domain = "" if node.domain in _STANDARD else node.domain
     if (node.domain, node.op_type) in local:
         return
@@ -293,7 +298,7 @@ def _check_node(node: onnx.NodeProto, label: str, domains: Mapping[str, int], lo
     if len(node.input) < fewest:
         raise ModelError(f"{len(node.input)} inputs are too few", where=label)
     for attribute in node.attribute:
-        wanted = types.get(_text(attribute.name), attribute.type)
+        wanted = types.get(text_of(attribute.name), attribute.type)
         if attribute.type not in (wanted, onnx.AttributeProto.UNDEFINED):
             kind = onnx.AttributeProto.AttributeType.Name(wanted)
             raise ModelError(f"attribute {attribute.name!r} is not of type {kind}", where=label)

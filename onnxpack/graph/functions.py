@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 
 from onnxpack.errors import ModelError
+from onnxpack.graph.text import text_of
 
 MAX_NODES = 500_000
 """More nodes than this are not made out of functions; the largest exports have some ten thousand."""
@@ -24,6 +25,8 @@ def check_functions(proto: onnx.ModelProto) -> set[Key]:
     """The functions of a model by (domain, name). ModelError when inlining them would not end, or not end well."""
     functions: dict[Key, onnx.FunctionProto] = {}
     for function in proto.functions:
+        for name in (function.domain, function.name, *function.input, *function.output):
+            text_of(name)
         if (function.domain, function.name) in functions:
             raise ModelError("is defined twice", where=_label((function.domain, function.name)))
         functions[function.domain, function.name] = function

@@ -155,6 +155,6 @@ def _inline(model: ir.Model) -> None:
         name_nodes(function, f"fn:{domain}.{name}/")
     try:
         InlinePass()(model)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, ir.passes.InvariantError) as error:
         cause = str(error.__cause__ or error).splitlines()[0]
         raise ModelError(f"its local functions cannot be inlined: {cause[:200]}") from None

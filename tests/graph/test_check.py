@@ -284,3 +284,27 @@ def test_names_that_are_no_trouble() -> None:
     with pytest.raises(ModelError) as caught:
         onnxpack.census(model(nodes))
     assert caught.value.render().isprintable()
+
+
+@pytest.mark.parametrize("kind", ["TENSOR", "GRAPH", "SPARSE_TENSOR"])
+def test_attributes_without_their_payload(kind: str) -> None:
+    constant = node("Constant", [], ["W"])
+    constant.attribute.add(name="value", type=onnx.AttributeProto.AttributeType.Value(kind))
+    with pytest.raises(ModelError, match="attribute 'value' is"):
+        onnxpack.census(model([constant, node("MatMul", ["x", "W"], ["y"])]))
+
+
+def test_functions_whose_name_is_no_text(tmp_path) -> None:
+    made = calling("FFFF", function("FFFF", [node("MatMul", ["a", "b"], ["c"])], ["a", "b"], ["c"]))
+    path = tmp_path / "m.onnx"
+    path.write_bytes(made.SerializeToString().replace(b"FFFF", b"F\xff\xfeF"))
+    with pytest.raises(ModelError, match="not UTF-8"):
+        onnxpack.census(path)
+
+
+def test_strings_that_cannot_be_written_again(tmp_path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(matmul().SerializeToString().replace(b"tests", b"te\xffts"))
+    with pytest.raises(ModelError, match="the graph cannot be written"):
+        onnxpack.build(path, tmp_path / "out.pack", weights="int8")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
