@@ -2,7 +2,8 @@
 
 The same stored bytes are two initializers: uint8 [tiles, 5120], of which the codes are cut, and bfloat16
 [tiles, 2560], of which the scales and minimums are cut. A band is a range of columns of the weight: whole tile rows,
-which are consecutive tiles. Runtimes fold constants, so what a band holds on its way is memory at load.
+which are consecutive tiles. Runtimes fold constants, so every byte that a node makes here is memory at load: codes
+stay bytes as long as they can.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ CODES = "codes"
 PLANES = "planes"
 OUTPUT = "weight"
 
-BAND_BYTES = 256 << 20
-"""float32 bytes that a band may have."""
+BAND_BYTES = 1 << 30
+"""float32 bytes that a band may have. Bands bound the single tensors on the way, and what is held by a runtime that
+lets go of them as it goes. onnxruntime does not: it keeps every folded value until its pass ends, so there a second
+band only adds the joining of the two (7.4 times the float32 weight at the peak of loading, against 6.3 with one)."""
 
 
 def decoder(shape: tuple[int, int], opset: int, band_bytes: int = BAND_BYTES) -> Decoder:
