@@ -8,10 +8,11 @@ from typing import Any
 import onnxruntime as ort
 
 from onnxpack.pack.read import Pack
-from onnxpack.runtime.isolate import main_products
+from onnxpack.runtime.groups import facts
 from onnxpack.runtime.lower import Lowered
 from onnxpack.runtime.opening import Opener
 from onnxpack.runtime.prepare import Weights, isolated_graph, lower_graph
+from onnxpack.runtime.product import main_products
 from onnxpack.runtime.trace import Placed, SymbolRows, runs_as_product
 
 
@@ -30,8 +31,8 @@ class HostEngine:
         main = {product.node for product in main_products(model)}
         lowered = lower_graph(model, Weights(pack), constants)
         self._opened = opener(model.SerializeToString(), lowered)
-        bound = [site for site in pack.manifest.sites if runs_as_product(site)]
-        self.placed = [Placed(site, "host", site.node in main) for site in bound]
+        bound = [(site, facts(site, pack)) for site in pack.manifest.sites if runs_as_product(site)]
+        self.placed = [Placed(site, "host", site.node in main, what) for site, what in bound]
         self._inputs = {value.name: list(value.shape) for value in self.signature.get_inputs()}
 
     @property

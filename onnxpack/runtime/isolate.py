@@ -1,16 +1,14 @@
-"""Bound sites become bare products: y = a @ weight, float32, and everything around them operators of their own.
+"""Bound sites become bare products: y = a @ weight, and everything around them operators of their own.
 
 Gemm's transA, alpha, beta and C, and the casts of 16-bit sites, are written out once, here, so that every device
-computes them with the same onnxruntime operators and only the bare product differs between devices.
-
-A bare product is a node of the domain ``onnxpack`` that never leaves the process: the host lowering replaces it by
-integer operators, the cut (reference device, NPU) takes it out of the graph.
+computes them with the same onnxruntime operators and only the bare product differs between devices. A QDQ group is one
+bare product from codes to codes, or to float: its DequantizeLinear, bias and QuantizeLinear are part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,44 +16,20 @@ import onnx
 from onnx import AttributeProto, NodeProto, TensorProto, helper
 
 from onnxpack.errors import PackError
-from onnxpack.pack.manifest import SiteRecord
+from onnxpack.pack.manifest import QdqRecord, SiteRecord
 from onnxpack.runtime.constants import Constants
 from onnxpack.runtime.graphs import Scope, bodies, opset, replace_nodes, walk
+from onnxpack.runtime.groups import MIN_OPSET as GROUP_OPSET
+from onnxpack.runtime.groups import GraphIndex, fold, group_of
+from onnxpack.runtime.product import DOMAIN, Product
 from onnxpack.runtime.prune import prune
 from onnxpack.runtime.trace import runs_as_product
 from onnxpack.runtime.types import ElementTypes
 
-DOMAIN = "onnxpack"
-PRODUCT = "Product"
 MIN_OPSET = 7
 """The oldest opset at which elementwise operators broadcast."""
 
 _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
-
-
-@dataclass(frozen=True)
-class Product:
-    """One bare product: a float32 [..., K] in, y float32 [..., N] out."""
-
-    node: str
-    """Name of the node; the site's own."""
-    a: str
-    y: str
-    weight: str
-    """Name of the packed weight."""
-
-
-def as_product(node: NodeProto) -> Product | None:
-    """The bare product that a node stands for, if it is one."""
-    if (node.domain, node.op_type) != (DOMAIN, PRODUCT):
-        return None
-    return Product(node.name, node.input[0], node.output[0], node.attribute[0].s.decode())
-
-
-def main_products(model: onnx.ModelProto) -> list[Product]:
-    """The bare products of the main graph, in order; those in bodies are not among them."""
-    found = (as_product(node) for node in model.graph.node)
-    return [product for product in found if product is not None]
 
 
 def isolate(model: onnx.ModelProto, sites: Iterable[SiteRecord], constants: Constants, where: str) -> None:
@@ -66,7 +40,7 @@ def isolate(model: onnx.ModelProto, sites: Iterable[SiteRecord], constants: Cons
     if (version := opset(model)) < MIN_OPSET:
         raise PackError(f"opset {version} is older than {MIN_OPSET}", where=where, hint="build the pack again")
     wanted = {site.node: site for site in sites if runs_as_product(site)}
-    found = {}
+    found: dict[str, tuple[Scope, NodeProto]] = {}
     for scope in walk(model.graph):
         for node in scope[-1].node:
             if node.domain == DOMAIN:
@@ -74,23 +48,35 @@ def isolate(model: onnx.ModelProto, sites: Iterable[SiteRecord], constants: Cons
             if node.name in wanted:
                 if node.name in found:
                     raise PackError(f"two nodes are called {node.name!r}", where=where)
-                found[node.name] = (scope, _checked(node, where))
+                found[node.name] = (scope, _checked(node, wanted[node.name], version, where))
     if missing := sorted(wanted.keys() - found.keys()):
         raise PackError(f"site node {missing[0]!r} is not in the graph", where=where, hint="build the pack again")
-    types = ElementTypes(model)
-    kinds = {name: _float_type(types, scope, node, where) for name, (scope, node) in found.items()}
-    decoded = {node.input[1] for _, node in found.values()}
-    _rewrite(model.graph, _Rewriter({n: wanted[n].weight or "" for n in found}, kinds, constants))
-    prune(model, decoded)
+    types, rewriter, indexes = ElementTypes(model), _Rewriter(constants), dict[int, GraphIndex]()
+    unread = set[str]()
+    for name, (scope, node) in found.items():
+        group, nodes = group_of(wanted[name]), [node]
+        if group is not None:
+            index = indexes.get(id(scope[-1])) or GraphIndex(scope[-1])
+            indexes[id(scope[-1])] = index
+            nodes = fold(index, node, group, where)
+        kind = TensorProto.FLOAT if wanted[name].qdq is not None else _float_type(types, scope, node, where)
+        site = _Site(node, wanted[name].weight or "", kind, group, nodes[-1].output[0])
+        rewriter.add([inner.name for inner in nodes], site)
+        # What decoded the weight; for a group also the activation, and whatever else it has taken in.
+        unread.update(*(inner.input for inner in nodes) if group is not None else [node.input[1:2]])
+    _rewrite(model.graph, rewriter)
+    prune(model, sorted(unread - {""}))
 
 
-def _checked(node: NodeProto, where: str) -> NodeProto:
+def _checked(node: NodeProto, site: SiteRecord, version: int, where: str) -> NodeProto:
     at = f"{where}: node {node.name}"
+    if group_of(site) is not None and version < GROUP_OPSET:
+        raise PackError(f"opset {version} has no integer products", where=at, hint="build the pack again")
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
         raise PackError(f"operator {node.op_type!r} cannot be bound by this version", where=at, hint="update onnxpack")
     if not 2 <= len(node.input) <= (2 if node.op_type == "MatMul" else 3) or len(node.output) != 1:
         raise PackError(f"{len(node.input)} inputs and {len(node.output)} outputs", where=at)
-    if node.op_type == "Gemm" and _attribute(node, "transB", 0):
+    if node.op_type == "Gemm" and site.qdq is None and _attribute(node, "transB", 0):
         raise PackError("a bound Gemm has its weight as [K, N]: transB must be 0", where=at)
     return node
 
@@ -114,10 +100,29 @@ def _attribute(node: NodeProto, name: str, default: float) -> float:
 
 
 @dataclass(frozen=True)
+class _Site:
+    """What is to stand in the place of a bound node, or of the last node of a group."""
+
+    node: NodeProto
+    weight: str
+    kind: int
+    """Element type of a float site."""
+    group: QdqRecord | None
+    y: str
+
+
+@dataclass(frozen=True)
 class _Rewriter:
-    weights: dict[str, str]
-    kinds: dict[str, int]
     constants: Constants
+    places: dict[str, _Site | None] = field(default_factory=dict)
+    """By name of a node: the site that stands there, or None when the node only goes."""
+
+    def add(self, nodes: Sequence[str], site: _Site) -> None:
+        for name in nodes:
+            if name in self.places:
+                raise PackError(f"node {name!r} belongs to two sites", hint="build the pack again")
+            self.places[name] = None
+        self.places[nodes[-1]] = site
 
 
 def _rewrite(graph: onnx.GraphProto, rewriter: _Rewriter) -> None:
@@ -127,24 +132,25 @@ def _rewrite(graph: onnx.GraphProto, rewriter: _Rewriter) -> None:
     def expand(node: NodeProto) -> Iterable[NodeProto] | None:
         for body in bodies(node):
             _rewrite(body, rewriter)
-        return _expand(node, rewriter, views) if node.name in rewriter.weights else None
+        if node.name not in rewriter.places:
+            return None
+        site = rewriter.places[node.name]
+        return [] if site is None else _expand(site, rewriter.constants, views)
 
     replace_nodes(graph, expand)
 
 
-def _expand(
-    node: NodeProto, rewriter: _Rewriter, views: dict[tuple[str, str], str]
-) -> Generator[NodeProto, None, None]:
+def _expand(site: _Site, constants: Constants, views: dict[tuple[str, str], str]) -> Generator[NodeProto, None, None]:
     """The site as a bare product between its operators. `views` shares Transpose and Cast of one input."""
-    constants, kind = rewriter.constants, rewriter.kinds[node.name]
-    sixteen_bit = kind != TensorProto.FLOAT
-    a = node.input[0]
+    node, group = site.node, site.group
+    sixteen_bit = site.kind != TensorProto.FLOAT
+    a = node.input[0] if group is None or group.x is None else group.x
     if node.op_type == "Gemm" and _attribute(node, "transA", 0):
         a = yield from _view("Transpose", a, views, constants, perm=[1, 0])
     if sixteen_bit:
         a = yield from _view("Cast", a, views, constants, to=TensorProto.FLOAT)
     tail: list[tuple[str, list[str], dict[str, Any]]] = []
-    if node.op_type == "Gemm":
+    if node.op_type == "Gemm" and not _takes_c(group):
         alpha = _attribute(node, "alpha", 1.0)
         if alpha != 1:
             tail.append(("Mul", [constants.scalar(np.float32(alpha))], {}))
@@ -152,12 +158,19 @@ def _expand(
         if c is not None:
             tail.append(("Add", [c], {}))
     if sixteen_bit:
-        tail.append(("Cast", [], {"to": kind}))
-    steps = [constants.names.fresh(f"{node.name}/product") for _ in tail] + [node.output[0]]
-    yield helper.make_node(PRODUCT, [a], steps[:1], node.name, domain=DOMAIN, weight=rewriter.weights[node.name])
+        tail.append(("Cast", [], {"to": site.kind}))
+    if tail and site.y != node.output[0]:
+        raise PackError("Gemm's alpha, beta or C stands inside a group", where=f"node {node.name}")
+    steps = [constants.names.fresh(f"{node.name}/product") for _ in tail] + [site.y]
+    yield Product(node.name, a, steps[0], site.weight, group).to_node()
     for before, after, (op, more, attributes) in zip(steps, steps[1:], tail, strict=False):
         name = constants.names.fresh(f"{node.name}/{op.lower()}")
         yield helper.make_node(op, [before, *more], [after], name, **attributes)
+
+
+def _takes_c(group: QdqRecord | None) -> bool:
+    """Whether the C of a Gemm is the bias of the group; alpha and beta are 1 then."""
+    return group is not None and group.bias is not None and group.bias.node is None
 
 
 def _addend(

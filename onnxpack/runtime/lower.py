@@ -7,8 +7,9 @@ For each product y = a @ weight, with w and w_scale the weight's int8 codes and 
     q    = QuantizeLinear(a / s, 1, 128)                        uint8, because signed activations are slow on x64
     y    = MatMulIntegerToFloat(q, w, 1, w_scale, 128) * s      (float32(acc) * w_scale) * s
 
-Products of one graph that read the same tensor share q and s. Any rank, zero rows included; every operator exists at
-the graph's own opset (7 and later) or in com.microsoft.
+Codes that the graph brought may have zero points, which the product takes as they are. Products of one graph that read
+the same tensor share q and s. Any rank, zero rows included; every operator exists at the graph's own opset (7 and
+later) or in com.microsoft. QDQ groups are lowered in lower_groups.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from onnxpack.pack.manifest import FieldRecord
 from onnxpack.quant.int8 import AMAX_FLOOR
 from onnxpack.runtime.constants import Constants
 from onnxpack.runtime.graphs import bodies, import_domain, opset, replace_nodes
-from onnxpack.runtime.isolate import Product, as_product
+from onnxpack.runtime.lower_groups import MICROSOFT, LoweredWeight, lower_group
 from onnxpack.runtime.operands import Operand
+from onnxpack.runtime.product import Product, as_product
+from onnxpack.runtime.unsigned import make_unsigned
 
-MICROSOFT = "com.microsoft"
 _REDUCE_TAKES_AXES_AS_INPUT = 18
 _QUANTIZE_LINEAR = 10
 _MAX_BROADCASTS = 8
+_SMALL = 4096  # bytes that may stand in the graph itself
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def lower(model: onnx.ModelProto, constants: Constants, operand: Callable[[str],
     the model. Other arrays come back: they must be handed to the session with `add_initializer`; until then their
     initializers point at the file `placeholder`.
     """
+    make_unsigned(model, constants, opset(model))
     lowering = _Lowering(model, constants, operand, placeholder, opset(model))
     lowering.graph(model.graph)
     if lowering.products:
@@ -68,8 +72,7 @@ class _Lowering:
     opset: int
     products: int = 0
     arrays: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
-    weights: dict[str, tuple[int, str, str]] = field(default_factory=dict)
-    """K and the names of codes and scales, by name of the weight."""
+    weights: dict[str, LoweredWeight] = field(default_factory=dict)
 
     def graph(self, graph: onnx.GraphProto) -> None:
         quantized: dict[tuple[str, int], tuple[str, str]] = {}
@@ -78,20 +81,25 @@ class _Lowering:
             for body in bodies(node):
                 self.graph(body)
             product = as_product(node)
-            return None if product is None else self.product(product, quantized)
+            if product is None:
+                return None
+            self.products += 1
+            if product.group is None:
+                return self.product(product, quantized)
+            return lower_group(product, product.group, self.weight(product.weight), self)
 
         replace_nodes(graph, expand)
 
     def product(self, product: Product, quantized: dict[tuple[str, int], tuple[str, str]]) -> Iterable[NodeProto]:
-        self.products += 1
-        k, codes, scales = self.weight(product.weight)
-        key = (product.a, k)
+        weight = self.weight(product.weight)
+        key = (product.a, weight.k)
         if key not in quantized:
-            quantized[key] = yield from self.quantize(product.node, product.a, k)
+            quantized[key] = yield from self.quantize(product.node, product.a, weight.k)
         q, s = quantized[key]
         unscaled = self.constants.names.fresh(f"{product.node}/unscaled")
         one, zero = self.constants.scalar(np.float32(1)), self.constants.scalar(np.uint8(128))
-        inputs = [q, codes, one, scales, zero]
+        inputs = [q, weight.codes, one, weight.scales, zero]
+        inputs += [] if weight.zero_points is None else [weight.zero_points]
         yield helper.make_node("MatMulIntegerToFloat", inputs, [unscaled], product.node, domain=MICROSOFT)
         yield helper.make_node("Mul", [unscaled, s], [product.y], self.constants.names.fresh(f"{product.node}/scale"))
 
@@ -129,14 +137,25 @@ class _Lowering:
         yield make("QuantizeLinear", [names["quotient"], one, zero], "a_codes", domain)
         return names["a_codes"], names["a_scale"]
 
-    def weight(self, name: str) -> tuple[int, str, str]:
-        """K and the names of the initializers of a weight, added when it is first used."""
+    def weight(self, name: str) -> LoweredWeight:
+        """The initializers of a weight, added when it is first used."""
         if name not in self.weights:
             found = self.operand(name)
             codes = self.initializer(f"{name}/codes", found.codes, found.codes_at)
-            scales = self.initializer(f"{name}/scales", found.scales, found.scales_at)
-            self.weights[name] = (found.codes.shape[0], codes, scales)
+            if found.scales.ndim:
+                scales = self.initializer(f"{name}/scales", found.scales, found.scales_at)
+            else:
+                scales = self.constants.scalar(np.float32(found.scales))
+            zero_points = None
+            if found.zero_points is not None:
+                zero_points = self.constants.tensor(found.zero_points.astype(np.int8), f"{name}/zero_points")
+            self.weights[name] = LoweredWeight(found, codes, scales, zero_points)
         return self.weights[name]
+
+    def array(self, wanted: str, array: npt.NDArray[np.generic]) -> str:
+        """A constant that is not in the pack's files; gives its name."""
+        small = array.nbytes <= _SMALL
+        return self.constants.tensor(array, wanted) if small else self.initializer(wanted, array, None)
 
     def initializer(self, wanted: str, array: npt.NDArray[np.generic], at: FieldRecord | None) -> str:
         name = self.constants.names.fresh(wanted)

@@ -14,19 +14,23 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, TypeProto
+from onnx import TensorProto, TypeProto, helper
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from onnxpack.pack.read import Pack
-from onnxpack.quant.int8 import F32, accumulate, epilogue, quantize_rows
+from onnxpack.quant.int8 import accumulate, epilogue, quantize_rows
+from onnxpack.quant.qdq import row_sums
 from onnxpack.runtime.carry import cast_inputs, cast_outputs, parse_type, tensor_type, travels_as_float
 from onnxpack.runtime.cut import Segment, cut, frame, segment_model
 from onnxpack.runtime.graphs import Names
-from onnxpack.runtime.isolate import Product, main_products
+from onnxpack.runtime.groups import facts
 from onnxpack.runtime.opening import Opened, Opener
 from onnxpack.runtime.operands import Operand
 from onnxpack.runtime.prepare import Weights, isolated_graph, lower_graph
+from onnxpack.runtime.product import Product, main_products
+from onnxpack.runtime.reference_groups import multiply_codes
 from onnxpack.runtime.trace import CountedRows, Placed, runs_as_product
+from onnxpack.types import F32, Array
 
 _BAND_BYTES = 64 << 20  # of float64 weight at a time
 
@@ -43,10 +47,17 @@ def multiply(x: npt.NDArray[np.float32], weight: Operand) -> F32:
     k, n = weight.codes.shape
     codes, scale = quantize_rows(x.reshape(-1, k))
     y = np.empty((len(codes), n), np.float32)
+    scales = np.broadcast_to(weight.scales, n)
+    offset = None
+    if weight.zero_points is not None:  # codes that the graph brought
+        offset = np.broadcast_to(weight.zero_points, n) * row_sums(codes)
     band = max(1, _BAND_BYTES // (8 * k))
     for start in range(0, n, band):
         columns = slice(start, start + band)
-        y[:, columns] = epilogue(accumulate(codes, weight.codes[:, columns]), weight.scales[columns], scale)
+        acc = accumulate(codes, weight.codes[:, columns])
+        if offset is not None:
+            acc = (acc - offset[:, columns]).astype(np.int32)
+        y[:, columns] = epilogue(acc, scales[columns], scale)
     return y.reshape(*x.shape[:-1], n)
 
 
@@ -72,12 +83,27 @@ class _Call:
     weight: Operand
 
     def run(self, values: Values, rows: dict[str, int], options: ort.RunOptions | None) -> None:
-        fed, k = values[self.product.a], self.weight.codes.shape[0]
-        x = np.asarray(fed.numpy() if isinstance(fed, ort.OrtValue) else fed, np.float32)
+        k, group = self.weight.codes.shape[0], self.product.group
+        x = _array(values[self.product.a], np.dtype(np.float32 if group is None else group.x_dtype))
         if not x.ndim or x.shape[-1] != k:
             raise InvalidArgument(f"node {self.product.node}: an input of shape {list(x.shape)} does not fit K = {k}")
-        values[self.product.y] = multiply(x, self.weight)
+        if group is None:
+            values[self.product.y] = multiply(x, self.weight)
+        else:
+            bias = None if group.bias is None else _array(values[group.bias.value], np.dtype(group.bias.dtype))
+            try:
+                values[self.product.y] = multiply_codes(x, self.weight, group, bias)
+            except ValueError as error:
+                raise InvalidArgument(f"node {self.product.node}: {error}") from None
         rows[self.product.node] = int(np.prod(x.shape[:-1], dtype=np.int64))
+
+
+def _array(fed: Any, dtype: np.dtype[Any]) -> Array:
+    """A value of the graph, which must be of this type; lists are taken, as onnxruntime takes them."""
+    found = fed.numpy() if isinstance(fed, ort.OrtValue) else fed
+    if isinstance(found, np.ndarray) and found.dtype != dtype:
+        raise InvalidArgument(f"a product takes {dtype}, not {found.dtype}")
+    return np.asarray(found, dtype)
 
 
 class ReferenceEngine:
@@ -88,8 +114,10 @@ class ReferenceEngine:
         self._weights = Weights(pack)
         model, _ = isolated_graph(pack)
         main = {product.node: product for product in main_products(model)}
-        bound = [site for site in pack.manifest.sites if runs_as_product(site)]
-        self.placed = [Placed(site, "reference" if site.node in main else "host", site.node in main) for site in bound]
+        bound = [(site, facts(site, pack)) for site in pack.manifest.sites if runs_as_product(site)]
+        self.placed = [
+            Placed(site, "reference" if site.node in main else "host", site.node in main, what) for site, what in bound
+        ]
         self._outputs = [value.name for value in model.graph.output]
         self._door, self._accepted = _door(model, opener)
         self._no_numpy: dict[str, TypeProto] = {}
@@ -109,7 +137,8 @@ class ReferenceEngine:
                 product = main[model.graph.node[index].name]
                 weight = self._weights(product.weight)
                 steps.append(_Call(product, weight))
-                types[product.y] = _product_type(types[product.a], weight.codes.shape[1])
+                rank = 0 if product.bias is None else len(types[product.bias].tensor_type.shape.dim)
+                types[product.y] = _product_type(types[product.a], product, weight.codes.shape[1], rank)
         return steps
 
     def _piece(self, model: onnx.ModelProto, segment: Segment, types: dict[str, TypeProto]) -> _Piece:
@@ -136,7 +165,10 @@ class ReferenceEngine:
         """By step: the values that no later step and no caller needs."""
         kept, freed = set(self._outputs), []
         for step in reversed(self._steps):
-            used = [outer for _, outer in step.feeds] if isinstance(step, _Piece) else [step.product.a]
+            if isinstance(step, _Piece):
+                used = [outer for _, outer in step.feeds]
+            else:
+                used = [name for name in (step.product.a, step.product.bias) if name is not None]
             freed.append(tuple(name for name in dict.fromkeys(used) if name not in kept))
             kept.update(used)
         return freed[::-1]
@@ -170,11 +202,14 @@ class ReferenceEngine:
         return str(files[0]) if files else ""
 
 
-def _product_type(a: TypeProto, n: int) -> TypeProto:
-    if not a.tensor_type.shape.dim:
-        return tensor_type(TensorProto.FLOAT, None)
+def _product_type(a: TypeProto, product: Product, n: int, bias_rank: int) -> TypeProto:
+    y = None if product.group is None else product.group.requantize
+    kind = TensorProto.FLOAT if y is None else helper.np_dtype_to_tensor_dtype(np.dtype(y.dtype))
+    if not a.tensor_type.shape.dim or bias_rank > len(a.tensor_type.shape.dim):
+        return tensor_type(kind, None)
     made = TypeProto()
     made.CopyFrom(a)
+    made.tensor_type.elem_type = kind
     dim = made.tensor_type.shape.dim[-1]
     dim.Clear()
     dim.dim_value = n

@@ -28,14 +28,13 @@ class TraceRecord:
     """Rows that were multiplied; null where only the session inside onnxruntime knows (bodies, computed shapes)."""
     reason: str | None
     """Why it did not run on the NPU."""
+    facts: str | None = None
+    """What a quantized site is: ``qdq sx=1 zp_x=-40 sw=80 zp_w=80 zp_y=-7``."""
 
 
 def runs_as_product(site: SiteRecord) -> bool:
-    """Whether this runtime replaces the site: a float product with a packed weight.
-
-    A folded QDQ group has its own arithmetic, which is not written here yet: the graph's own nodes run it.
-    """
-    return site.weight is not None and site.qdq is None
+    """Whether this runtime replaces the site: it has a packed weight."""
+    return site.weight is not None
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class Placed:
     where: Where
     in_main_graph: bool
     """False in bodies: how often they run, and with which shapes, is not visible from outside."""
+    facts: str | None = None
 
 
 class Rows(Protocol):
@@ -115,7 +115,7 @@ class Trace:
         with self._lock:
             runs = list(self._runs)
         made = [
-            TraceRecord(number, placed.site.path, placed.where, rows.of(placed), placed.site.reason)
+            TraceRecord(number, placed.site.path, placed.where, rows.of(placed), placed.site.reason, placed.facts)
             for number, rows in runs
             for placed in self._bound
         ]

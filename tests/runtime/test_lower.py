@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnxpack.errors import PackError
-from onnxpack.pack.manifest import QdqRecord, SiteRecord
+from onnxpack.pack.manifest import SiteRecord
 from onnxpack.pack.read import open_pack
 from onnxpack.runtime.graphs import walk
 from onnxpack.runtime.host import host_model
@@ -231,20 +231,6 @@ def bodies_pack(pack: Make) -> tuple[Path, dict[str, np.ndarray]]:
         initializers={},
     )
     return folder, {"x": normal(3, 8), "trips": np.array(3), "stack": normal(4, 3, 8)}
-
-
-def test_a_folded_qdq_group_runs_as_its_own_nodes(pack: Make) -> None:
-    """Its arithmetic is another one: quantizing its float input again would give other numbers."""
-    qdq = QdqRecord("x", "int8", [0.02], [0], None, None, None)
-    site = SiteRecord("y", "y", "MatMul", "weight", "m", 8, 8, "int8", weight="w", reason="no-kernel", qdq=qdq)
-    w = normal(8, 8)
-    folder = pack([node("MatMul", ["x", "w"], "y")], [info("x", ["m", 8])], [info("y")], {"w": w}, [site])
-    assert operators(lowered(folder)) == {"DequantizeLinear": 1, "MatMul": 1}
-    for device in ("host", "reference"):
-        session = load(folder, device)
-        session.run(None, {"x": normal(2, 8)})
-        assert session.coverage().where == {"unbound": 1}
-        assert [(r.run, r.where) for r in session.trace()] == [(0, "unbound")]
 
 
 def test_unknown_and_vendor_parts_survive(pack: Make) -> None:
