@@ -191,7 +191,7 @@ def _full_facts(data: bytes, found: FullElf) -> dict[str, Any]:
         facts |= {"operations": found.code.operations, "control_code_bytes": found.code.declared_bytes}
         facts["load_pdi"] = len(found.code.load_pdi)
     facts["patches"] = {str(argument): found.patches[argument] for argument in sorted(found.patches)}
-    facts["last_byte"] = {str(argument): found.last_byte[argument] for argument in sorted(found.last_byte)}
+    facts["reach"] = {str(argument): found.reach[argument] for argument in sorted(found.reach)}
     facts["configuration_bytes"] = list(found.pdi_bytes)
     return facts
 
@@ -265,9 +265,9 @@ def _gemm_problems(report: ElfReport, gemm: Gemm | None) -> Iterator[str]:
         yield f"its kernel takes {report.facts['arguments']} buffers, and a product has {GEMM_ARGUMENTS}"
     if gemm is not None:
         sizes = {"0": gemm.m * gemm.k, "1": gemm.k * gemm.n, "2": 4 * gemm.m * gemm.n}
-        for argument, last in report.facts["last_byte"].items():
-            if last >= sizes.get(argument, 0):
-                yield f"argument {argument} is used from byte {last} on, and {gemm} has {sizes.get(argument, 0)} of it"
+        for argument, reach in report.facts["reach"].items():
+            if reach > sizes.get(argument, 0):
+                yield f"argument {argument} is used up to byte {reach}, and {gemm} has {sizes.get(argument, 0)} of it"
 
 
 def _record_problems(report: ElfReport, gemm: Gemm | None, record: Record | None) -> Iterator[str]:

@@ -63,8 +63,8 @@ class FullElf:
     """Of the first kernel."""
     patches: Counter[int] = field(default_factory=Counter)
     """Relocations of buffer addresses, by argument."""
-    last_byte: dict[int, int] = field(default_factory=dict)
-    """Where the last transfer of each argument begins."""
+    reach: dict[int, int] = field(default_factory=dict)
+    """Bytes that each argument must have, at least, for all its transfers to lie inside."""
     pdi_bytes: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -249,9 +249,9 @@ class _Checker:
             return f"argument {argument} is patched in at {relocation.offset:#x}, where no shim descriptor begins"
         if relocation.addend >> 31:
             return f"argument {argument} is patched with the folded address bit of an instruction file"
-        if symbol.size and relocation.addend >= symbol.size:
-            return f"argument {argument} is read from byte {relocation.addend} of {symbol.size}"
-        self.found.last_byte[argument] = max(relocation.addend, self.found.last_byte.get(argument, 0))
+        # The size of the symbol is that of this transfer, not of the buffer; its runs may lie apart, but not be fewer.
+        end = relocation.addend + max(symbol.size, 4)
+        self.found.reach[argument] = max(end, self.found.reach.get(argument, 0))
         self.found.patches[argument] += 1
         return None
 
@@ -271,17 +271,28 @@ class _Checker:
             if relocation.symbol < len(dynamic):
                 yield relocation
 
+    def _digests(self) -> tuple[bytes, bytes]:
+        """What assemblers are known to take as UID."""
+        code = self._numbered(".ctrltext")
+        return _md5(code), _md5([s for s in self.sections if s in code or s in self._numbered(".pdi")])
+
     def _doubts(self) -> Iterator[str]:
         _, _, uid = read_note(self._one(".note.xrt.UID"))
-        first = self._numbered(".ctrltext")[0]
-        if len(uid) == 16 and hashlib.md5(first.data, usedforsecurity=False).digest() != uid:
-            yield "its UID is not the MD5 of its control code (some assemblers do that)"
+        if len(uid) == 16 and uid not in self._digests():
+            yield "its UID is the MD5 neither of its control code nor of that and its configurations"
         tables = [s for s in self.sections if s.name == ".dynamic"]
         for table in tables:
             entries = dict(struct.iter_unpack("<II", table.data)) if len(table.data) % 8 == 0 else {}
             relocations = self._one(".rela.dyn")
             if entries.get(7) != relocations.index or entries.get(8) != len(relocations.data):
                 yield ".dynamic does not point at .rela.dyn"
+
+
+def _md5(sections: list[Section]) -> bytes:
+    total = hashlib.md5(usedforsecurity=False)
+    for section in sections:
+        total.update(section.data)
+    return total.digest()
 
 
 def demangle(symbol: str) -> tuple[str, int] | None:

@@ -32,7 +32,7 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatc
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
     """One kernel with its canary."""
-    data = writer.full_elf(sizes=(0, 0, 0)).to_bytes()
+    data = writer.full_elf().to_bytes()
     (tmp_path / "k.elf").write_bytes(data)
     record = Record(
         SCHEMA,
@@ -103,7 +103,7 @@ def test_what_passed_is_proved_until_it_changes(device: pytest.MonkeyPatch, libr
 
 def test_a_foreign_kernel_gets_a_canary_of_its_shape(device: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "foreign.elf"
-    path.write_bytes(writer.full_elf(sizes=(0, 0, 0)).to_bytes())
+    path.write_bytes(writer.full_elf().to_bytes())
     (checked,) = check_library(f"{SHAPE}={path}", on_device=True)
     assert checked.proof == "unproved"
     assert checked.trial is not None

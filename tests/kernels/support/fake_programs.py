@@ -89,13 +89,18 @@ def _elf(mode: str, text: str, objects: list[str]) -> bytes:
             "core": core_object(b""),
             "instructions": writer.instruction_elf().to_bytes(),
         }[mode]
-    starts = [re.search(r"arg(\d)", line) for line in text.splitlines() if "dma_start_task" in line]
-    counts = [sum(found[1] == str(argument) for found in starts if found) for argument in range(3)]
+    moves = []
+    for line in text.splitlines():
+        start = re.search(r"dma_start_task @\w+ arg(\d) (\d+) \[(\d+), (\d+), (\d+), (\d+)\]", line)
+        if start:
+            argument, first, *sizes = map(int, start.groups())
+            width = 4 if argument == 2 else 1
+            moves.append((argument, first * width, sizes[0] * sizes[1] * sizes[2] * sizes[3] * width))
     if mode == "count":
-        counts[1] += 1
+        moves.append((1, 0, 64))
     inputs = hashlib.sha256(text.encode() + b"".join(Path(name).read_bytes() for name in objects)).digest()
     pdi = inputs + os.urandom(16)  # like the real one: not the same twice
-    data = writer.full_elf(tuple(counts), pdi=pdi, sizes=(0, 0, 0)).to_bytes()
+    data = writer.full_elf(moves=moves, pdi=pdi).to_bytes()
     return data[:-40] if mode == "cut" else data
 
 

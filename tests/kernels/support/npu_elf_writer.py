@@ -113,28 +113,29 @@ def full_elf(
     instance: str = "sequence",
     arguments: int = 3,
     pdi: bytes = b"",
-    sizes: tuple[int, ...] = (1024, 1024, 1024),
-    addends: tuple[int, ...] = (0, 0, 0),
+    moves: list[tuple[int, int, int]] | None = None,
 ) -> Elf:
-    """A whole full ELF: one kernel whose sequence makes that many transfers of A, B and C."""
+    """A whole full ELF: one kernel whose sequence makes that many transfers of A, B and C, or the given moves:
+    (argument, first byte, bytes). Real assemblers make one symbol for each argument and number of bytes."""
+    if moves is None:
+        moves = [(argument, 0, 1024) for argument, count in enumerate(transfers) for _ in range(count)]
+    known = sorted({(argument, nbytes) for argument, _, nbytes in moves} | {(a, 1024) for a in range(3, arguments)})
     operations, patches, at = [load_pdi()], [(0x18, 1, 8, 0)], 16 + 16
-    for argument, count in enumerate(transfers):
-        for number in range(count):
-            patches.append((at + 16, 2 + argument, 5, addends[argument]))
-            operations.append(transfer(argument, number, number % columns))
-            at += len(operations[-1])
+    for number, (argument, first, nbytes) in enumerate(moves):
+        patches.append((at + 16, 2 + known.index((argument, nbytes)), 5, first))
+        operations.append(transfer(argument, number, number % columns))
+        at += len(operations[-1])
     code = control_code(operations, columns)
     mangled = f"_Z{len(kernel)}{kernel}" + "Pc" * arguments
     strtab, name = strings(mangled, instance)
     symbols = struct.pack("<IIIBBH", 0, 0, 0, 0, 0, 0)
     symbols += struct.pack("<IIIBBH", name[mangled], 0, 0, 0x22, 0, 0)
     symbols += struct.pack("<IIIBBH", name[instance], 0, 0, 0x21, 0, 1)
-    dynstr, dynamic_name = strings(".pdi.1", *map(str, range(arguments)))
+    dynstr, dynamic_name = strings(".pdi.1", *map(str, range(max(arguments, 3))))
     dynsym = struct.pack("<IIIBBH", 0, 0, 0, 0, 0, 0)
     dynsym += struct.pack("<IIIBBH", dynamic_name[".pdi.1"], 0, 0, 0x11, 0, 5)
-    for argument in range(arguments):
-        size = sizes[argument] if argument < len(sizes) else 0
-        dynsym += struct.pack("<IIIBBH", dynamic_name[str(argument)], 0, size, 0x11, 0, 5)
+    for argument, nbytes in known:
+        dynsym += struct.pack("<IIIBBH", dynamic_name[str(argument)], 0, nbytes, 0x11, 0, 5)
     rela = b"".join(struct.pack("<III", at, symbol << 8 | scheme, add) for at, symbol, scheme, add in patches)
     uid = hashlib.md5(code, usedforsecurity=False).digest()
     return Elf(
