@@ -22,6 +22,21 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def shortened(text: str, most: int = 100) -> str:
+    """Long text with its middle left out: a name may have thousands of characters.
+
+    >>> shortened("abcdefghijklmnopqrstuvwxyz", 11), shortened("abc", 11)
+    ('abcd...wxyz', 'abc')
+    """
+    if len(text) <= most:
+        return text
+    half = (most - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
+
+
+_LONGEST_PART = 400
+
+
 class OnnxpackError(Exception):
     """Base of every error that onnxpack raises on purpose. Exit code 1: a bug or a broken promise."""
 
@@ -35,9 +50,11 @@ class OnnxpackError(Exception):
 
     def render(self) -> str:
         """One line: ``where: what (hint)``; control characters are escaped, so a hostile name stays one line."""
-        line = self.what if self.where is None else f"{self.where}: {self.what}"
+        line = shortened(self.what, _LONGEST_PART)
+        if self.where is not None:
+            line = f"{shortened(self.where, _LONGEST_PART)}: {line}"
         if self.hint is not None:
-            line += f" ({self.hint})"
+            line += f" ({shortened(self.hint, _LONGEST_PART)})"
         return one_line(line)
 
     def __str__(self) -> str:

@@ -13,10 +13,9 @@ from typing import Any
 
 import click
 
-from onnxpack.errors import one_line
+from onnxpack.errors import one_line, shortened
 
-_WIDEST_CELL = 100
-"""Names may be thousands of characters long; a table shows their two ends (JSON has them whole)."""
+__all__ = ["human_bytes", "note", "print_json", "print_table", "say", "shortened", "unknown", "watched"]
 
 
 def human_bytes(count: float) -> str:
@@ -34,7 +33,10 @@ def print_json(data: Any) -> None:
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = ()) -> None:
-    """Columns aligned by spaces on stdout; `right` are the columns to right-align. No colour, no boxes: greppable."""
+    """Columns aligned by spaces on stdout; `right` are the columns to right-align. No colour, no boxes: greppable.
+
+    Very long names show their two ends only; JSON has them whole.
+    """
     cells = [[shortened(one_line(str(c))) for c in row] for row in [headers, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
     for row in cells:
@@ -42,18 +44,6 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], right: Se
             c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
         )
         click.echo(line.rstrip())
-
-
-def shortened(text: str) -> str:
-    """Long text with its middle left out.
-
-    >>> len(shortened("x" * 5000)), shortened("x" * 60) == "x" * 60
-    (100, True)
-    """
-    if len(text) <= _WIDEST_CELL:
-        return text
-    half = _WIDEST_CELL // 2
-    return f"{text[: half - 2]}...{text[1 - half :]}"
 
 
 def say(line: str) -> None:
