@@ -2,15 +2,18 @@
 
     python benchmarks/make_qwen3.py out/qwen3.onnx            # 0.6B: 28 layers, 2.4 GB of float32 beside the graph
     python benchmarks/make_qwen3.py out/tiny.onnx --tiny      # the same graph, 2 layers, 3 MB
+    python benchmarks/make_qwen3.py out/a8w8.onnx --a8w8      # quantized: 1.2 GB, of which the float table is half
 
 Plain ai.onnx at opset 21; weights are external data; 197 weight products in six (K, N) shapes, 56 attention products,
-and one rotary product at full size. Seeded: the same call gives the same bytes.
+and one rotary product at full size. With --a8w8 each of the 197 is a QDQ group as quantizers write them: int8 weights
+with a scale a column, int8 activations and results with one scale each; the embedding stays float, so the head's weight
+is one of its own. Seeded: the same call gives the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 _PIECE = 1 << 22  # random numbers a time
+_CODE_SPREAD = 32  # standard deviation of int8 weights
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Config:
     head_dim: int = 128
     ffn: int = 3072
     vocab: int = 151936
+    a8w8: bool = False
 
 
 TINY = Config(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=160, vocab=300)
@@ -46,6 +51,7 @@ class Builder:
         self._file = data_file.open("wb")
         self._name = data_file.name
         self._rng = np.random.Generator(np.random.PCG64(seed))
+        self._quantized: dict[str, str] = {}
 
     def close(self) -> None:
         self._file.close()
@@ -73,6 +79,33 @@ class Builder:
         self.initializers.append(tensor)
         return name
 
+    def codes(self, name: str, k: int, n: int) -> tuple[str, str]:
+        """Random int8 weights in the data file and a scale a column; names. The numbers are those of `weight`."""
+        tensor = TensorProto(name=name, dims=(k, n), data_type=TensorProto.INT8, data_location=TensorProto.EXTERNAL)
+        for key, value in (("location", self._name), ("offset", self._file.tell()), ("length", k * n)):
+            tensor.external_data.add(key=key, value=str(value))
+        for start in range(0, k * n, _PIECE):
+            piece = self._rng.standard_normal(min(_PIECE, k * n - start), np.float32) * np.float32(_CODE_SPREAD)
+            self._file.write(np.clip(np.rint(piece), -127, 127).astype(np.int8).tobytes())
+        self.initializers.append(tensor)
+        scales = self._rng.uniform(0.8, 1.2, n) * (0.02 / _CODE_SPREAD)
+        return name, self.const(f"{name}_scale", scales, np.float32)
+
+    def quantized(self, x: str, name: str, largest: float) -> str:
+        """x through QuantizeLinear and DequantizeLinear: int8, one scale, zero point 0. Each value once."""
+        if x not in self._quantized:
+            scale = self.const(f"{name}_scale", largest / 127, np.float32)
+            zero = self.const(f"{name}_zero_point", 0, np.int8)
+            self._quantized[x] = self.op("DequantizeLinear", self.op("QuantizeLinear", x, scale, zero), scale, zero)
+        return self._quantized[x]
+
+    def group(self, x: str, name: str, k: int, n: int, largest_x: float, largest_y: float) -> str:
+        """One A8W8 product: x [..., k] times an int8 weight, quantized again."""
+        codes, scales = self.codes(f"{name}.weight", k, n)
+        decoded = self.op("DequantizeLinear", codes, scales, axis=1)
+        y = self.op("MatMul", self.quantized(x, f"{name}.input", largest_x), decoded)
+        return self.quantized(y, f"{name}.output", largest_y)
+
     def norm(self, x: str, name: str, size: int) -> str:
         """RMS normalization as exporters decompose it."""
         scale = self.const(name, np.ones(size), np.float32)
@@ -91,7 +124,10 @@ def build(path: Path, config: Config, seed: int = 0) -> None:
     for layer in range(config.layers):
         x = _layer(b, config, f"model.layers.{layer}", x, cos, sin, mask)
     x = b.norm(x, "model.norm.weight", config.hidden)
-    b.op("MatMul", x, b.op("Transpose", table, perm=[1, 0]))
+    if config.a8w8:
+        b.group(x, "lm_head", config.hidden, config.vocab, 5, 4)
+    else:
+        b.op("MatMul", x, b.op("Transpose", table, perm=[1, 0]))
     b.nodes[-1].output[0] = "logits"
     b.close()
     graph = helper.make_graph(
@@ -144,7 +180,9 @@ def _positions(b: Builder, c: Config) -> tuple[str, str, str]:
 
 
 def _layer(b: Builder, c: Config, name: str, x: str, cos: str, sin: str, mask: str) -> str:
-    def linear(value: str, part: str, k: int, n: int) -> str:
+    def linear(value: str, part: str, k: int, n: int, largest_x: float = 5, largest_y: float = 4) -> str:
+        if c.a8w8:
+            return b.group(value, f"{name}.{part}", k, n, largest_x, largest_y)
         return b.op("MatMul", value, b.weight(f"{name}.{part}.weight", k, n))
 
     h = b.norm(x, f"{name}.input_layernorm.weight", c.hidden)
@@ -158,11 +196,11 @@ def _layer(b: Builder, c: Config, name: str, x: str, cos: str, sin: str, mask: s
     scores = b.op("Softmax", b.op("Add", b.op("Mul", scores, "softmax_scale"), mask), axis=-1)
     joined = b.op("Reshape", b.op("MatMul", scores, b.op("Unsqueeze", v, "unsqueeze_2")), "ungroup_heads")
     joined = b.op("Reshape", b.op("Transpose", joined, perm=[0, 2, 1, 3]), "join_heads")
-    x = b.op("Add", x, linear(joined, "self_attn.o_proj", c.heads * c.head_dim, c.hidden))
+    x = b.op("Add", x, linear(joined, "self_attn.o_proj", c.heads * c.head_dim, c.hidden, 3, 4))
     h = b.norm(x, f"{name}.post_attention_layernorm.weight", c.hidden)
     gate, up = linear(h, "mlp.gate_proj", c.hidden, c.ffn), linear(h, "mlp.up_proj", c.hidden, c.ffn)
     h = b.op("Mul", b.op("Mul", gate, b.op("Sigmoid", gate)), up)
-    return b.op("Add", x, linear(h, "mlp.down_proj", c.ffn, c.hidden))
+    return b.op("Add", x, linear(h, "mlp.down_proj", c.ffn, c.hidden, 3, 3))
 
 
 def _heads(b: Builder, x: str, shape: str) -> str:
@@ -180,11 +218,13 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--tiny", action="store_true", help="2 layers, hidden 64, vocabulary 300")
     parser.add_argument("--layers", type=int, help="another number of layers")
+    parser.add_argument("--a8w8", action="store_true", help="quantized: int8 activations and weights, as QDQ")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     config = TINY if arguments.tiny else Config()
     if arguments.layers:
-        config = Config(**{**config.__dict__, "layers": arguments.layers})
+        config = replace(config, layers=arguments.layers)
+    config = replace(config, a8w8=arguments.a8w8)
     arguments.path.parent.mkdir(parents=True, exist_ok=True)
     build(arguments.path, config, arguments.seed)
     onnx.checker.check_model(arguments.path)
