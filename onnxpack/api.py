@@ -39,23 +39,31 @@ def plan(
     rows: Sequence[int] = (128,),
     budget: int = 8,
     weights: str = DEFAULT_WEIGHTS,
+    *,
+    min_rows: int = 16,
+    costs: str | Path | None = None,
 ) -> Plan:
-    """Decide how each site runs and how each weight is stored. Pure; weights are not read.
+    """Decide how each site runs, launch by launch, and how each weight is stored. Weights are not read.
 
-    Raises ModelError, UsageError, KernelError.
+    `kernels`: nothing but these; None: whatever the design can be built for. `rows`: the numbers of rows to plan
+    for, where the graph does not state them; calls with fewer than `min_rows` stay on the host. `budget`: distinct
+    kernels at most. `costs`: a file of measured figures. Raises ModelError, UsageError, KernelError.
     """
     from onnxpack.formats.select import Selection
     from onnxpack.graph.load import load as load_model
     from onnxpack.plan import make_plan
+    from onnxpack.planning.costs import Costs
 
-    return make_plan(load_model(model), Selection.parse(weights), _shapes(kernels), rows)
+    figures = None if costs is None else Costs.loads(_read(costs, "--costs"))
+    choice, shapes = Selection.parse(weights), None if kernels is None else _shapes(kernels)
+    return make_plan(load_model(model), choice, shapes, rows, budget=budget, min_rows=min_rows, costs=figures)
 
 
 def build(
     model: ModelSource,
     out: str | Path,
     weights: str = DEFAULT_WEIGHTS,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     kernels: str | Path | None = None,
     elfs_out: str | Path | None = None,
     force: bool = False,
@@ -65,22 +73,24 @@ def build(
 ) -> BuildReport:
     """Pack a model into the directory `out`, which appears whole or not at all.
 
-    `weights`: a format, or ``pattern=format,...`` over weight names. `plan`: execute exactly this plan instead of
-    making one. `force`: replace an existing pack. `on_weight` is called from worker threads as each weight is done.
+    `weights`: a format, or ``pattern=format,...`` over weight names. `plan`: execute exactly this plan, or the one in
+    this file, instead of making one; its formats replace `weights`. `force`: replace an existing pack. `on_weight` is
+    called from worker threads as each weight is done.
     `min_cosine`: a weight that decodes to less than this against its source raises GateError.
     Raises UsageError (target exists), ModelError, EnvironmentFault (space, permission); then `out` is as it was.
     """
     from onnxpack.formats.select import Selection
     from onnxpack.graph.load import load as load_model
     from onnxpack.pipeline import run_build
-    from onnxpack.plan import make_plan
+    from onnxpack.plan import Plan, make_plan
 
-    choice, shapes = Selection.parse(weights), _shapes(kernels)
+    choice, shapes = Selection.parse(weights), None if kernels is None else _shapes(kernels)
+    given = plan if plan is None or isinstance(plan, Plan) else Plan.loads(_read(plan, "--plan"))
     loaded = model if isinstance(model, str | Path) else load_model(model)
     return run_build(
         loaded,
         out,
-        lambda loaded, sites: plan if plan is not None else make_plan(loaded, choice, shapes, sites=sites),
+        lambda loaded, sites: make_plan(loaded, choice, shapes, sites=sites) if given is None else given,
         force=force,
         min_cosine=min_cosine,
         on_weight=on_weight,
@@ -102,6 +112,23 @@ def load(
     from onnxpack.runtime.session import load as load_pack
 
     return load_pack(path, device, session_options, strict, check)
+
+
+_READ_LIMIT = 256 << 20
+
+
+def _read(path: str | Path, option: str) -> bytes:
+    """A file that an option names. UsageError when it cannot be read."""
+    from onnxpack.errors import UsageError
+
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(_READ_LIMIT + 1)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot be read: {getattr(error, 'strerror', error)}", where=f"{option} {path}") from None
+    if len(text) > _READ_LIMIT:
+        raise UsageError(f"larger than {_READ_LIMIT} bytes", where=f"{option} {path}")
+    return text
 
 
 def _shapes(kernels: str | Path | None) -> frozenset[Gemm]:

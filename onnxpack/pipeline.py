@@ -34,6 +34,7 @@ from onnxpack.pack.read import DATA, GRAPH, MANIFEST, open_pack
 from onnxpack.pack.sources import FloatSource, OwnSource, Source
 from onnxpack.pack.write import OnWeight, Written, write
 from onnxpack.plan import Plan, PlannedWeight, weights_of
+from onnxpack.planning.fits import check_plan
 from onnxpack.reasons import Reason
 
 TARGET = "npu2"
@@ -102,11 +103,12 @@ def run_build(
         _refuse_unpackable(loaded, sites)
         store = TensorStore(loaded.regions)
         sources, users = _sources(loaded, plan, sites)
+        check_plan(plan, sites)
     with publishing(goal, force) as draft, loaded.located():
         written = write(draft, loaded, store, sources, users, on_weight, min_cosine, clock)
         with clock("manifest"):
             written.changes[:0] = lifted
-            made = _manifest(loaded, sites, written, store)
+            made = _manifest(loaded, sites, written, store, plan)
             _check_plan_is_met(plan, made)
         with clock("publish"):
             (draft / MANIFEST).write_text(records.dumps(made, indent=1))
@@ -157,10 +159,11 @@ def _source(planned: PlannedWeight, site: Site) -> Source:
     return FloatSource(planned.name, site.weight, site.transposed_b, get(planned.format, **planned.params))
 
 
-def _manifest(model: Model, sites: Sequence[Site], written: Written, store: TensorStore) -> m.Manifest:
+def _manifest(model: Model, sites: Sequence[Site], written: Written, store: TensorStore, plan: Plan) -> m.Manifest:
     weight_of = {site.path: written.aliases[name] for name, users in written.users.items() for site in users}
     names = written.node_names
-    made = [_site(site, names, weight_of.get(site.path), store) for site in sites]
+    reasons = {site.path: site.reason for site in plan.unplanned}
+    made = [_site(site, names, weight_of.get(site.path), reasons.get(site.path), store) for site in sites]
     tensors = [stored.record for stored in written.stored.values()]
     digests = {file.path: file.sha256 for file in written.files}
     weights_sha = hashlib.sha256(records.dumps(sorted(written.source_digests.items())).encode()).hexdigest()
@@ -177,8 +180,9 @@ def _manifest(model: Model, sites: Sequence[Site], written: Written, store: Tens
         coverage=_coverage(made),
         changes=written.changes,
         files=written.files,
-        content_digest=content_digest(digests[GRAPH], digests.get(DATA, ""), tensors, made, []),
+        content_digest=content_digest(digests[GRAPH], digests.get(DATA, ""), tensors, made, [], plan.execution),
         files_digest=files_digest(written.files),
+        plan=plan.execution,
     )
 
 
@@ -187,8 +191,11 @@ def _portable(name: str) -> str:
     return unicodedata.normalize("NFC", os.fsencode(name).decode("utf-8", "replace"))
 
 
-def _site(site: Site, names: dict[str, str], weight: str | None, store: TensorStore) -> m.SiteRecord:
-    reason = site.reason or Reason.NO_KERNEL
+def _site(
+    site: Site, names: dict[str, str], weight: str | None, unplanned: Reason | None, store: TensorStore
+) -> m.SiteRecord:
+    """`unplanned`: why the plan has no kernel for the site; a planned one has none until its ELF is in the pack."""
+    reason = site.reason or unplanned or Reason.NO_KERNEL
     qdq = None if site.group is None or weight is None else qdq_record(site.group, names, store)
     return m.SiteRecord(
         site.path, names[site.path], site.op, site.kind, site.m, site.k, site.n, site.dtype, weight, None,

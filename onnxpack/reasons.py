@@ -27,6 +27,7 @@ class Reason(StrEnum):
     NOT_TILEABLE = "not-tileable"
     OVER_BUDGET = "over-budget"
     BELOW_ROW_THRESHOLD = "below-row-threshold"
+    HOST_IS_FASTER = "host-is-faster"
     IN_SUBGRAPH = "in-subgraph"
     UNSUPPORTED_OP = "unsupported-op"
     NON_FINITE_WEIGHT = "non-finite-weight"
@@ -66,6 +67,7 @@ _TEXT: dict[Reason, tuple[str, str]] = {
     Reason.NOT_TILEABLE: ("no tiling of the design holds this shape", "see `onnxpack plan` for padding and splitting"),
     Reason.OVER_BUDGET: ("the budget of distinct kernels is used up", "raise --budget"),
     Reason.BELOW_ROW_THRESHOLD: ("the call has fewer rows than the NPU is worth", "lower the row threshold"),
+    Reason.HOST_IS_FASTER: ("the host is predicted to be faster", "see `onnxpack plan --costs`"),
     Reason.IN_SUBGRAPH: ("the product is inside an If, Loop or Scan body", "move it out of the body"),
     Reason.UNSUPPORTED_OP: ("this operator, or this form of it, is not bound", "export it as MatMul or Gemm"),
     Reason.NON_FINITE_WEIGHT: ("the weight has a NaN or an infinity", "repair the checkpoint"),

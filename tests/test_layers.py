@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "onnxpack"
 
 GROUND = {"errors", "reasons", "records", "shapes", "threads", "types"}
 _GRAPH = GROUND | {"quant", "formats"}
-_PACK = _GRAPH | {"graph", "plan"}
+_PACK = _GRAPH | {"graph", "planning", "plan"}
 _RUNTIME = _PACK | {"pack", "kernels"}
 _VERIFY = _RUNTIME | {"runtime"}
 
@@ -29,7 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": GROUND | {"quant"},
     "graph": _GRAPH,
     "census": _GRAPH | {"graph"},
-    "plan": _GRAPH | {"graph", "kernels"},
+    "planning": _GRAPH | {"graph", "kernels"},
+    "plan": {"planning"},
     "pack": _PACK,
     "pipeline": _PACK | {"pack", "kernels", "census"},
     "runtime": _RUNTIME,
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Room (a package or a module) to the rooms it may know. A room always may know itself; cli may import the package."""
 
-PURE = ("census.py", "plan.py", "shapes.py", "reasons.py", "graph/views.py", "quant")
+PURE = ("census.py", "plan.py", "planning", "shapes.py", "reasons.py", "graph/views.py", "quant")
 TOUCHES_FILES = {"os", "pathlib", "tempfile", "shutil", "io", "mmap", "subprocess", "socket"}
 
 LIGHT = ("__init__.py", "__main__.py", "api.py", "errors.py", "reasons.py", "cli")

@@ -30,19 +30,32 @@ if TYPE_CHECKING:
     help="Exit 4 when a stored weight is further from its source than this.",
 )
 @click.option("--kernels", metavar="DIR|LIST", help="Kernels to bind: a directory, or MxKxN=path,...")
+@click.option("--plan", metavar="FILE", type=click.Path(), help="Execute exactly this plan (see `onnxpack plan -o`).")
 @click.option("--force", is_flag=True, help="Replace an existing pack.")
 @click.option("--quiet", is_flag=True, help="No line per weight.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
 def command(
-    model: str, out: str, weights: str, min_cosine: float, kernels: str | None, force: bool, quiet: bool, as_json: bool
+    context: click.Context,
+    model: str,
+    out: str,
+    weights: str,
+    min_cosine: float,
+    kernels: str | None,
+    plan: str | None,
+    force: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
     """Pack MODEL into the directory PACK, which appears whole or not at all."""
     import onnxpack
     from onnxpack.cli.output import note, print_json
 
+    if plan is not None and context.get_parameter_source("weights") is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError("--weights: the plan says how weights are stored; give it to `onnxpack plan`")
     progress = None if quiet else _Progress()
     report = onnxpack.build(
-        model, out, weights=weights, kernels=kernels, force=force, min_cosine=min_cosine, on_weight=progress
+        model, out, weights=weights, plan=plan, kernels=kernels, force=force, min_cosine=min_cosine, on_weight=progress
     )
     for hint in report.hints:
         note(f"hint: {hint}")

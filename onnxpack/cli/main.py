@@ -19,6 +19,7 @@ from onnxpack.errors import OnnxpackError
 
 COMMANDS: dict[str, str] = {
     "census": "List every matrix product of a model, by shape, with the reason for each that stays on the CPU.",
+    "plan": "Decide which kernels run each product, in which launches, before anything is compiled.",
     "build": "Pack a model: int8 operands, plain graph, manifest, one directory.",
     "inspect": "Show what a pack holds.",
     "run": "Run a pack once: its outputs in short, and where its products ran.",

@@ -9,6 +9,7 @@ from typing import Any
 
 from onnxpack import records
 from onnxpack.pack.manifest import FileRecord, KernelRecord, SiteRecord, TensorRecord
+from onnxpack.planning.records import Execution
 
 
 def content_digest(
@@ -17,6 +18,7 @@ def content_digest(
     tensors: Iterable[TensorRecord],
     sites: Iterable[SiteRecord],
     kernels: Iterable[KernelRecord],
+    plan: Execution | None = None,
 ) -> str:
     """Over graph, float data, weights, plan and the input key of each kernel: what decides the numbers.
 
@@ -32,6 +34,7 @@ def content_digest(
             ],
             "sites": [records.to_dict(site) for site in sites],
             "kernels": [[k.key, k.m, k.k, k.n] for k in kernels],
+            "plan": records.to_dict(plan),
         }
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from onnxpack.graph.changes import Change
+from onnxpack.planning.records import Execution
 
 SCHEMA = "onnxpack/pack/1.0"
 """Schema name and version. A reader refuses another major version and ignores keys it does not know."""
@@ -175,3 +176,5 @@ class Manifest:
     files: list[FileRecord]
     content_digest: str
     files_digest: str
+    plan: Execution | None = None
+    """How each site that a kernel may run is run, launch by launch; null: all on the host."""

@@ -19,6 +19,7 @@ from onnxpack.errors import PackError
 from onnxpack.pack.container import DTYPES
 from onnxpack.pack.digest import content_digest, files_digest
 from onnxpack.pack.manifest import SCHEMA, FieldRecord, Manifest, TensorRecord
+from onnxpack.planning.check import problems
 
 _MANIFEST_LIMIT = 256 << 20
 MANIFEST = "pack.json"
@@ -82,6 +83,7 @@ def _open_checked(root: Path) -> Pack:
     if GRAPH not in sizes:
         raise PackError(f"the manifest lists no {GRAPH}", where=str(root), hint=_REBUILD)
     _check_sites(root, manifest)
+    _check_plan(root, manifest)
     return Pack(root, manifest)
 
 
@@ -98,7 +100,9 @@ def _check_digests(pack: Pack) -> None:
             if array_sha256(pack.field(stored)) != stored.sha256:
                 where = f"{root}: tensor {tensor.name}, field {name}"
                 raise PackError("digest differs from the manifest's", where=where, hint=_REBUILD)
-    content = content_digest(digests[GRAPH], digests.get(DATA, ""), manifest.tensors, manifest.sites, manifest.kernels)
+    content = content_digest(
+        digests[GRAPH], digests.get(DATA, ""), manifest.tensors, manifest.sites, manifest.kernels, manifest.plan
+    )
     # A later minor version may count more in; its readers know how.
     same_version = manifest.schema == SCHEMA
     if files_digest(manifest.files) != manifest.files_digest or (same_version and content != manifest.content_digest):
@@ -178,6 +182,15 @@ def _check_sites(root: Path, manifest: Manifest) -> None:
                 f"site {site.path} is [{site.k}, {site.n}], its weight {site.weight!r} {list(known[site.weight])}",
                 where=str(root),
             )
+
+
+def _check_plan(root: Path, manifest: Manifest) -> None:
+    if manifest.plan is None:
+        return
+    bound = {site.path: (site.k, site.n) for site in manifest.sites if site.weight is not None}
+    problem = next(problems(manifest.plan, bound), None)
+    if problem is not None:
+        raise PackError(f"its plan cannot be executed: {problem}", where=str(root), hint=_REBUILD)
 
 
 def dtype_of(name: str, where: str) -> np.dtype[Any]:

@@ -14,7 +14,7 @@ from onnxpack.formats.base import ErrorSums, FieldSpec, Format, Orientation
 from onnxpack.graph.constants import Constant, evaluate
 from onnxpack.graph.qdq import OwnWeight
 from onnxpack.graph.tensors import TensorStore
-from onnxpack.plan import OWN_CODES
+from onnxpack.planning.records import OWN_CODES
 from onnxpack.quant.grid import on_a_grid
 from onnxpack.types import Array
 
