@@ -19,6 +19,7 @@ from onnxpack.kernels.compile import ELF, LOG, TIMEOUT_SECONDS, CompileError, co
 from onnxpack.kernels.digests import Digests
 from onnxpack.kernels.elf_report import check
 from onnxpack.kernels.files import write_file
+from onnxpack.kernels.fitting import fit
 from onnxpack.kernels.library import Kernel, Library, elf_name, read_directory, read_record
 from onnxpack.kernels.process import Runner, tail
 from onnxpack.kernels.recipe import Draft, Inputs, Recipe, draft
@@ -175,12 +176,18 @@ class _Work:
                 note = f"the library's file is unusable: {error.render()}; "
         drafted = draft(gemm, self.target)
         if isinstance(drafted, str):
-            return Result(gemm, "refused", reason=note + drafted, command=command)
+            return Result(gemm, "refused", reason=note + drafted + self._padding(gemm), command=command)
         try:
             result = self._make(drafted)
         except OSError as error:  # the disk is full, the cache was taken away, ...
             raise EnvironmentFault(error.strerror or str(error), where=error.filename) from None
         return replace(result, command=command, reason=note + result.reason if result.reason else None)
+
+    def _padding(self, gemm: Gemm) -> str:
+        larger = fit(gemm, self.target)
+        if larger is None:
+            return "; no larger kernel holds it either: split it"
+        return f"; {larger.kernel} would hold it ({100 * larger.wasted(gemm):.1f} % of its work is padding)"
 
     def command(self, gemm: Gemm) -> str:
         """The command line that makes this kernel."""

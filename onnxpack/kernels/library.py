@@ -225,13 +225,9 @@ def open_elf(path: Path, gemm: Gemm | None = None) -> Kernel:
 
 def read_record(path: Path) -> Record | None:
     """The record in `path`, or None when there is no such file. KernelError when it is not a record."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(_RECORD_LIMIT + 1)
-    except FileNotFoundError:
+    text = _read_head(path, _RECORD_LIMIT + 1)
+    if text is None:
         return None
-    except OSError as error:
-        raise KernelError(f"cannot be read: {error.strerror}", where=str(path)) from None
     if len(text) > _RECORD_LIMIT:
         raise KernelError("larger than any kernel record", where=str(path))
     try:
@@ -251,14 +247,25 @@ def read_record(path: Path) -> Record | None:
 
 def _peek(path: Path) -> None:
     """Turn away what cannot be an NPU ELF by its first bytes: empty files, Git-LFS pointers, links saved as text."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(8)
-    except OSError as error:
-        raise KernelError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    head = _read_head(path, 8)
+    if head is None:
+        raise KernelError("no such file", where=str(path))
     if head[:4] != b"\x7fELF":
         what = "is empty" if not head else "is not an ELF file"
         raise KernelError(what, where=str(path), hint="see `onnxpack kernels inspect`")
+
+
+def _read_head(path: Path, nbytes: int) -> bytes | None:
+    """The beginning of a regular file; None when there is none. A pipe by that name is not waited for."""
+    try:
+        if not path.is_file():
+            if path.exists():
+                raise KernelError("not a regular file", where=str(path))
+            return None
+        with path.open("rb") as file:
+            return file.read(nbytes)
+    except OSError as error:
+        raise KernelError(f"cannot be read: {error.strerror}", where=str(path)) from None
 
 
 def elf_name(gemm: Gemm, key: str) -> str:

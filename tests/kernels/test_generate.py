@@ -223,11 +223,21 @@ def test_a_broken_compiler_makes_shapes_missing_not_a_crash(tools: FakeToolchain
     assert "clang++" in (result.reason or "")
 
 
-@pytest.mark.parametrize("shape", [Gemm(16, 1000, 1000), Gemm(8, 64, 256), Gemm(128, 1024, 151_936)])
-def test_a_shape_that_fits_no_tiling_is_refused_with_the_limit(no_tools: None, tmp_path: Path, shape: Gemm) -> None:
+@pytest.mark.parametrize(
+    ("shape", "way_out"),
+    [
+        (Gemm(16, 1000, 1000), "16x1024x1024 would hold it (4.6 % of its work is padding)"),
+        (Gemm(8, 64, 256), "16x64x256 would hold it (50.0 %"),
+        (Gemm(128, 1024, 151_936), "split it"),
+    ],
+)
+def test_a_shape_that_fits_no_tiling_is_refused_with_the_limit_and_a_way_out(
+    no_tools: None, tmp_path: Path, shape: Gemm, way_out: str
+) -> None:
     result = one(ensure([shape], cache=tmp_path))
     assert result.status == "refused"
     assert "allowed" in (result.reason or "")
+    assert way_out in (result.reason or "")
 
 
 def test_a_target_without_elfs_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,7 +122,7 @@ def test_what_is_no_library_is_a_usage_error(text: str) -> None:
 
 
 def test_listed_files_must_exist_and_be_elfs(tmp_path: Path) -> None:
-    with pytest.raises(KernelError, match="No such file"):
+    with pytest.raises(KernelError, match="no such file"):
         parse_kernels(f"1x2x3={tmp_path}/gone.elf")
     with pytest.raises(KernelError, match="not an ELF"):
         parse_kernels(f"1x2x3={put(tmp_path, 'stub.elf', data=b'../other.elf')}")
@@ -130,6 +131,27 @@ def test_listed_files_must_exist_and_be_elfs(tmp_path: Path) -> None:
     other = put(tmp_path, "other.elf")
     with pytest.raises(UsageError, match="listed twice"):
         parse_kernels(f"1x2x3={other},1x2x3={put(tmp_path, 'third.elf')}")
+
+
+@given(st.text(max_size=60) | st.from_regex(r"[0-9x=,./ -]{0,40}", fullmatch=True))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_any_text_is_a_library_or_one_line(text: str) -> None:
+    said = ""
+    try:
+        parse_kernels(text)
+    except (UsageError, KernelError) as error:
+        said = error.render()
+    assert "\n" not in said
+
+
+def test_pipes_and_folders_that_are_called_like_kernels_are_left_out(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "i8_1x2x3.elf")
+    (tmp_path / "i8_1x2x4.elf").mkdir()
+    put(tmp_path, "i8_1x2x5.elf")
+    os.mkfifo(tmp_path / "i8_1x2x5.json")
+    library = parse_kernels(str(tmp_path))
+    assert library.shapes == frozenset()
+    assert len(library.problems) == 3
 
 
 def test_names_carry_the_whole_shape() -> None:
