@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from onnxpack.runtime.options import session_options
 from onnxpack.runtime.probe import needs_precision
 
 PROVIDERS = ["CPUExecutionProvider"]
+
+_PLAIN_LEVELS = (ort.GraphOptimizationLevel.ORT_DISABLE_ALL, ort.GraphOptimizationLevel.ORT_ENABLE_BASIC)
+_log = logging.getLogger("onnxpack")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Opener:
     def __call__(self, model: bytes, lowered: Lowered | None = None) -> Opened:
         """A session over `model`; PackError with onnxruntime's own first line when it refuses.
 
+        What it refuses at a higher optimization level is opened at ORT_ENABLE_BASIC, if it can be.
         EnvironmentFault when the model has integer products that this CPU cannot do exactly.
         """
         precise = lowered is not None and lowered.products > 0 and needs_precision()
@@ -44,7 +49,19 @@ class Opener:
             options.add_initializer(name, value)
             owners += [array, value]
         try:
-            session = ort.InferenceSession(model, options, providers=PROVIDERS, enable_fallback=0)
+            session = self._session(model, options)
+        except PackError as error:
+            # Some graphs are valid, but not after onnxruntime's own optimizer: opset 21 QDQ graphs in 1.32, for one.
+            if options.graph_optimization_level in _PLAIN_LEVELS:
+                raise
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+            session = self._session(model, options)
+            _log.info("%s; opened at ORT_ENABLE_BASIC instead", error)
+        return Opened(session, tuple(owners))
+
+    def _session(self, model: bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+        try:
+            return ort.InferenceSession(model, options, providers=PROVIDERS, enable_fallback=0)
         except MemoryError:
             raise
         except Exception as error:  # onnxruntime's exceptions have no base class but this one
@@ -52,4 +69,3 @@ class Opener:
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise PackError(f"onnxruntime refuses the graph: {reason}", where=str(self.folder)) from error
-        return Opened(session, tuple(owners))
