@@ -44,7 +44,10 @@ def list_command(library: str, as_env: bool, as_json: bool) -> None:
 @command.command("build")
 @click.argument("model", required=False, type=click.Path())
 @click.option("--shape", "shapes", multiple=True, metavar="M,K,N", help="A shape to build; may be given several times.")
-@click.option("--rows", default="128", show_default=True, metavar="M,...", help="Rows to build MODEL's products for.")
+@click.option("--rows", default="128", show_default=True, metavar="M,...", help="Rows to plan MODEL's products for.")
+@click.option(
+    "--budget", type=click.IntRange(1), default=8, show_default=True, help="Distinct kernels for MODEL at most."
+)
 @click.option("-o", "--elfs-out", type=click.Path(), metavar="DIR", help="Where ELFs and records go (default: cache).")
 @click.option("--kernels", metavar="DIR|LIST", help="Kernels that exist already.")
 @click.option("--elf-cache", type=click.Path(), metavar="DIR", help="The cache to use instead of the user's.")
@@ -55,6 +58,7 @@ def build_command(
     model: str | None,
     shapes: tuple[str, ...],
     rows: str,
+    budget: int,
     elfs_out: str | None,
     kernels: str | None,
     elf_cache: str | None,
@@ -62,7 +66,8 @@ def build_command(
     target: str,
     as_json: bool,
 ) -> None:
-    """Build the kernels that MODEL needs, or those of the given shapes; only what is missing is compiled.
+    """Build the kernels that `onnxpack plan` chooses for MODEL, or those of the given shapes; only what is missing is
+    compiled.
 
     Exit 4 when a shape failed or a given shape fits no tiling; exit 5 when there is no toolchain.
     """
@@ -70,12 +75,12 @@ def build_command(
     from onnxpack.cli.output import print_json
     from onnxpack.kernels.generate import ensure
     from onnxpack.kernels.library import parse_kernels
-    from onnxpack.kernels.listing import census_shapes, parse_shape, raise_for, report
+    from onnxpack.kernels.listing import parse_rows, parse_shape, plan_shapes, raise_for, report
 
     if bool(shapes) == (model is not None):
         raise click.UsageError("name a model, or shapes with --shape M,K,N")
     if model is not None:
-        wanted = census_shapes(onnxpack.census(model).to_dict(), rows)
+        wanted = plan_shapes(onnxpack.plan(model, rows=parse_rows(rows), budget=budget).to_dict())
     else:
         wanted = [parse_shape(text) for text in shapes]
     results = ensure(

@@ -37,15 +37,9 @@ def report_dict(report: ElfReport) -> dict[str, Any]:
     return asdict(report) | {"bindable": report.bindable, "what": report.what}
 
 
-def census_shapes(census: Mapping[str, Any], rows: str) -> list[Gemm]:
-    """The shapes that a model's products need, at each of these row counts: those that only lack a kernel, or have
-    one. `census` is what `Census.to_dict` gives."""
-    kns = {
-        (site["k"], site["n"])
-        for site in census["sites"]
-        if site["verdict"] != "host" and isinstance(site["k"], int) and isinstance(site["n"], int)
-    }
-    return [Gemm(m, k, n) for m in parse_rows(rows) for k, n in sorted(kns)]
+def plan_shapes(plan: Mapping[str, Any]) -> list[Gemm]:
+    """The kernels that a plan wants, padded, split or joined as it decided. `plan` is what `Plan.to_dict` gives."""
+    return sorted({Gemm.parse(kernel) for group in plan["groups"] for kernel in group["kernels"]})
 
 
 def parse_shape(text: str) -> Gemm:
