@@ -64,6 +64,7 @@ class Report:
         self._load = load()
         self._rows: list[tuple[Any, ...]] = []
         self._zeros: dict[str, np.ndarray[Any, Any]] = {}
+        self._facts: list[tuple[Any, ...]] = []
         self._missed: list[str] = []
 
     def fed(self, name: str, array: np.ndarray[Any, Any]) -> None:
@@ -78,10 +79,22 @@ class Report:
             self._missed.append(f"{' '.join(map(str, cells))}: {reached:.2f} is below {goal:g}")
         self._rows.append((f"{ratio.median:.2f}", f"{ratio.low:.2f} to {ratio.high:.2f}", *cells, verdict))
 
+    def fact(self, what: str, unit: str, values: Sequence[float], below: float | None = None) -> None:
+        """A figure that has nothing to stand beside: its median and spread, and the limit it has."""
+        found = Spread.of(values)
+        verdict = "" if below is None else f"{'met' if found.median < below else 'MISSED'}: < {below:g}"
+        if below is not None and found.median >= below:
+            self._missed.append(f"{what}: {found.median:.2f} {unit} is not below {below:g}")
+        self._facts.append((what, f"{found.median:.2f}", f"{found.low:.2f} to {found.high:.2f}", unit, verdict))
+
     def print(self, check: bool = False) -> Conditions:
         """Print everything. With `check`, GateError when a goal was missed."""
         print(f"$ python {shlex.join([f'benchmarks/{Path(sys.argv[0]).name}', *sys.argv[1:]])}\n")
-        print_table(("ratio", "spread", *self._headers, "goal"), self._rows)
+        if self._rows:
+            print_table(("ratio", "spread", *self._headers, "goal"), self._rows)
+        if self._facts:
+            print()
+            print_table(("figure", "median", "spread", "unit", "goal"), self._facts)
         found = conditions(self._runs, self._threads, self._load, self._zeros, warm_up=self._warm_up)
         print("\n" + "\n".join(found.lines()), flush=True)
         if check and self._missed:
