@@ -21,6 +21,7 @@ from onnxpack.pack.manifest import QdqRecord, RequantizeRecord
 from onnxpack.runtime.constants import Constants
 from onnxpack.runtime.graphs import bodies, captured, replace_nodes
 from onnxpack.runtime.product import Product, as_product
+from onnxpack.runtime.prune import prune
 
 _SHIFT = 128
 _XOR = 18  # the opset that has BitwiseXor
@@ -29,7 +30,9 @@ _DOMAINS = ("", "ai.onnx", "com.microsoft")
 
 def make_unsigned(model: onnx.ModelProto, constants: Constants, opset: int) -> None:
     """Rewrite, in place, so that every group of the main graph and of all bodies takes and gives uint8."""
-    _graph(model.graph, {}, constants, opset)
+    replaced = set[str]()
+    _graph(model.graph, {}, constants, opset, replaced)
+    prune(model, sorted(replaced))
 
 
 def shifted(record: QdqRecord) -> QdqRecord:
@@ -61,14 +64,14 @@ Known = Mapping[str, npt.NDArray[Any]]
 """Small constants by name, in scope."""
 
 
-def _graph(graph: onnx.GraphProto, outer: Known, constants: Constants, opset: int) -> None:
+def _graph(graph: onnx.GraphProto, outer: Known, constants: Constants, opset: int, replaced: set[str]) -> None:
     known = {**outer, **_constants(graph)}
     for node in graph.node:
         for body in bodies(node):
-            _graph(body, known, constants, opset)
+            _graph(body, known, constants, opset, replaced)
     products = [product for node in graph.node if (product := as_product(node)) is not None]
     if any(_takes_int8(product) or gives_int8(product) for product in products):
-        _Rewrite(graph, products, known, constants, opset).run()
+        _Rewrite(graph, products, known, constants, opset, replaced).run()
 
 
 def _constants(graph: onnx.GraphProto) -> dict[str, npt.NDArray[Any]]:
@@ -93,6 +96,8 @@ class _Rewrite:
     known: Known
     constants: Constants
     opset: int
+    replaced: set[str]
+    """Zero points that have a shifted form now."""
     twins: dict[str, str] = field(default_factory=dict)
     """uint8 value by int8 value."""
     made: set[str] = field(default_factory=set)
@@ -167,6 +172,7 @@ class _Rewrite:
         return None if known is None or known.dtype != np.int8 else (known.astype(np.int16) + _SHIFT).astype(np.uint8)
 
     def _shifted(self, node: NodeProto, source: str) -> NodeProto:
+        self.replaced.update(name for name in node.input[2:] if name)
         twin: NodeProto = NodeProto.FromString(node.SerializeToString())
         zero_point = self._zero_point(node)
         assert zero_point is not None
