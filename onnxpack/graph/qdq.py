@@ -26,6 +26,7 @@ from onnxpack.types import Array
 _CODES = (ir.DataType.INT8, ir.DataType.UINT8)
 _NARROW = (*_CODES, ir.DataType.INT4, ir.DataType.UINT4)
 _SIXTEEN = (ir.DataType.INT16, ir.DataType.UINT16)
+_INTEGER_PRODUCTS = 10  # the opset that has MatMulInteger and QLinearMatMul
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,10 @@ def _count(constant: Constant | None) -> int:
 class QdqMatcher:
     """Looks at one product at a time; remembers constants."""
 
-    def __init__(self, resolver: ConstantResolver, store: TensorStore) -> None:
+    def __init__(self, resolver: ConstantResolver, store: TensorStore, opset: int) -> None:
         self._resolver = resolver
         self._store = store
+        self._opset = opset
 
     def match(
         self, node: ir.Node, a: ir.Value | None, a_rank: int | None, b: ir.Value | None, transposed_b: bool
@@ -145,6 +147,8 @@ class QdqMatcher:
             return too_long
         if activation is None:
             return Group(found, None, None, None)
+        if self._opset < _INTEGER_PRODUCTS:
+            return Refusal(Reason.UNSUPPORTED_OP, path_of(node), f"opset {self._opset} has no integer products")
         bias, requantize = self._tail(node, found, activation)
         return Group(found, activation, bias, requantize)
 
@@ -216,6 +220,8 @@ class QdqMatcher:
         scale, zero_point = self._parameters(node)
         if isinstance(scale, Refusal):
             return scale
+        if not np.isfinite(self.numbers(scale)).all():
+            return Refusal(Reason.UNSUPPORTED_OP, here, "the scale is not finite")
         dtype = _quantized_type(x, zero_point)
         if dtype in _SIXTEEN:
             return Refusal(Reason.SIXTEEN_BIT_ACTIVATION, here, f"the activation is {dtype.name.lower()}")
@@ -243,6 +249,9 @@ class QdqMatcher:
         if axis == along_k:
             what = Reason.SCALE_ALONG_K if _count(scale) > 1 else Reason.ZERO_POINT_ALONG_K
             return Refusal(what, here, f"axis {axis} of the activation is K")
+        if zero_point is not None and _count(scale) != _count(zero_point):
+            why = f"{_count(scale)} scales and {_count(zero_point)} zero points"
+            return Refusal(Reason.UNSUPPORTED_OP, here, why)
         from_end = -2 if transposed else axis - rank
         return Activation(activation.value, activation.dtype, scale, zero_point, from_end)
 
@@ -326,6 +335,9 @@ class QdqMatcher:
             return None
         scale, zero_point = self._parameters(node)
         if isinstance(scale, Refusal) or _count(scale) != 1 or _count(zero_point) > 1 or _block(node):
+            return None
+        step = self.numbers(scale).reshape(())
+        if not np.isfinite(step) or not step:
             return None
         given = _int(node, "output_dtype", 0)
         dtype = zero_point.dtype if zero_point is not None else ir.DataType(given) if given else ir.DataType.UINT8

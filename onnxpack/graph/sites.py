@@ -86,7 +86,7 @@ class _Finder:
         self._main = model.ir.graph
         store = TensorStore(model.regions)
         self._constants = ConstantResolver(store)
-        self._qdq = QdqMatcher(self._constants, store)
+        self._qdq = QdqMatcher(self._constants, store, model.opset)
         self._shapes = Shapes(model.ir)
         self._opset_reason = Reason.UNSUPPORTED_OP if model.opset < _MIN_OPSET else None
 
@@ -121,15 +121,15 @@ class _Finder:
             k, n = (product.k, product.n) if product.k is not None else _kn(weight, product.transposed_b)
             _check_k(a_dims, k, product.transposed_a)
             reason = product.reason or self._opset_reason or _judge_shape(weight, k, n, a_dims)
-            if reason is None:
+            if reason in (None, Reason.SCALE_NOT_CONSTANT):
                 found = self._qdq.match(
                     node, product.a, None if a_dims is None else len(a_dims), product.b, product.transposed_b
                 )
-                group = found if isinstance(found, Group) else None
                 if isinstance(found, Refusal):
                     reason, detail = found.reason, f"{found.node}: {found.why}"
-                elif group is None:
-                    reason = _judge_float(weight, k)
+                elif reason is None:
+                    group = found
+                    reason = _judge_float(weight, k) if group is None else None
         bindable = reason is None
         if bindable and node.graph is not self._main:
             reason = Reason.IN_SUBGRAPH
