@@ -42,7 +42,7 @@ def model(
     nodes: Iterable[onnx.NodeProto],
     tensors: Iterable[onnx.TensorProto] = (),
     inputs: Sequence[onnx.ValueInfoProto] | None = None,
-    outputs: Sequence[str] = ("y",),
+    outputs: Sequence[str | onnx.ValueInfoProto] = ("y",),
     *,
     opset: int = 21,
     ir_version: int = 10,
@@ -55,7 +55,7 @@ def model(
         list(nodes),
         "g",
         [value("x", ["M", 48])] if inputs is None else list(inputs),
-        [value(name, None, (types or {}).get(name, TensorProto.FLOAT)) for name in outputs],
+        [value(v, None, (types or {}).get(v, TensorProto.FLOAT)) if isinstance(v, str) else v for v in outputs],
         list(tensors),
     )
     imports = {"": opset, "com.microsoft": 1, **(domains or {})}
