@@ -40,7 +40,7 @@ def measure(report: Report, k: int, n: int, rows: list[int], runs: int, weights:
     rng = np.random.Generator(np.random.PCG64(99))
     for m in rows:
         x = rng.standard_normal((m, k), np.float32)
-        report.fed(f"x {m}x{k}", x)
+        report.fed(f"x of K={k}", x)
         ours = in_rotation([lambda s=session, x=x: s.run(None, {"x": x}) for session in packs])
         theirs = in_rotation([lambda s=session, x=x: s.run(None, {"x": x}) for session in floats])
         pairs = interleave(theirs, ours, runs, 2 * weights)

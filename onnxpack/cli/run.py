@@ -39,10 +39,12 @@ def command(
     import onnxpack
     from onnxpack.cli.output import note, print_json
     from onnxpack.records import to_dict
+    from onnxpack.runtime.session import basic_options
     from onnxpack.verify import outputs as out
     from onnxpack.verify.inputs import describe
+    from onnxpack.verify.refusal import quiet
 
-    session = onnxpack.load(pack, device)
+    session = onnxpack.load(pack, device, quiet(basic_options() if device == "reference" else None))
     feed = _feed(pack, session, inputs, random, seed, dims)
     for line in describe(feed):
         note(line)

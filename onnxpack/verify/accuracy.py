@@ -19,7 +19,7 @@ from onnxpack.runtime.session import PackSession, basic_options
 from onnxpack.types import Array
 from onnxpack.verify.inputs import Feed, InputSpec, first_rows, fitted, rows_apart
 from onnxpack.verify.metrics import OutputFigures, OutputSums, cross_entropy
-from onnxpack.verify.refusal import refused_as
+from onnxpack.verify.refusal import quiet, refused_as
 
 LOGITS = "logits"
 _FLOATS = ("tensor(float)", "tensor(float16)", "tensor(double)")
@@ -105,7 +105,7 @@ def float_session(model: str | Path, options: ort.SessionOptions | None = None) 
     if not Path(model).is_file():
         raise ModelError("no such file", where=str(model))
     with refused_as(lambda why: ModelError(f"onnxruntime refuses it: {why}", where=str(model))):
-        return ort.InferenceSession(str(model), options or basic_options(), providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(str(model), options or quiet(basic_options()), providers=["CPUExecutionProvider"])
 
 
 def cases(feeds: Iterable[Feed], specs: Sequence[InputSpec], *, windows: int | None, next_token: bool) -> list[Case]:

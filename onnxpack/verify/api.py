@@ -17,6 +17,7 @@ from onnxpack.runtime.prepare import read_graph
 from onnxpack.runtime.session import basic_options, load
 from onnxpack.verify.accuracy import Case, Comparison, Gates, cases, compare, float_session
 from onnxpack.verify.inputs import Feed, input_specs, read_feeds
+from onnxpack.verify.refusal import quiet
 from onnxpack.verify.sites import MAX_SITE_ERROR, SiteError, failures, site_errors
 from onnxpack.verify.synthetic import random_feed, table_lengths
 
@@ -118,7 +119,7 @@ def verify(
         return Verification(str(path), None, None, checked, [], None, None, [])
     reference = float_session(model)
     runs, described = _runs(pack, reference, inputs or Inputs())
-    session = load(path, device, session_options=basic_options())
+    session = load(path, device, session_options=quiet(basic_options()))
     comparison = compare(reference, session, runs, gates or default_gates(pack), logits)
     del reference, session  # the products are compared on arrays; two models need not stay in memory for it
     errors = site_errors(pack, model, [case.feed for case in runs]) if sites else None

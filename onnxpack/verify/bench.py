@@ -24,7 +24,7 @@ from onnxpack.pack.read import Pack
 from onnxpack.runtime.probe import cpu_level, needs_precision
 from onnxpack.types import Array
 from onnxpack.verify.accuracy import float_session
-from onnxpack.verify.refusal import refused_as
+from onnxpack.verify.refusal import quiet, refused_as
 
 MIN_RUNS = 5
 WARM_UP = 3
@@ -206,9 +206,8 @@ def codes_zero_share(pack: Pack) -> float | None:
 
 def bench_options(threads: int) -> ort.SessionOptions:
     """Options for both sides: onnxruntime's own level, and no thread that spins into the other side's time."""
-    options = ort.SessionOptions()
+    options = quiet()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 

@@ -1,11 +1,22 @@
-"""What onnxruntime refuses, as one line of ours."""
+"""What onnxruntime refuses, as one line of ours and not as several of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import onnxruntime as ort
+
 from onnxpack.errors import OnnxpackError
+
+_FATAL = 4
+
+
+def quiet(options: ort.SessionOptions | None = None) -> ort.SessionOptions:
+    """Options under which onnxruntime writes nothing to the terminal; what it refuses is in its exception anyway."""
+    made = ort.SessionOptions() if options is None else options
+    made.log_severity_level = _FATAL
+    return made
 
 
 @contextmanager

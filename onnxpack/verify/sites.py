@@ -32,7 +32,7 @@ from onnxpack.runtime.reference import multiply
 from onnxpack.runtime.session import basic_options
 from onnxpack.types import F32, Array
 from onnxpack.verify.inputs import Feed
-from onnxpack.verify.refusal import refused_as
+from onnxpack.verify.refusal import quiet, refused_as
 
 MAX_SITE_ERROR = 0.02
 """Of the largest float result."""
@@ -220,7 +220,7 @@ def _with_outputs(model: Model, names: Sequence[str]) -> tuple[ort.InferenceSess
         outputs[name] = f"onnxpack/a_{index}"
         proto.graph.node.append(helper.make_node("Cast", [name], [outputs[name]], outputs[name], to=TensorProto.FLOAT))
         proto.graph.output.add(name=outputs[name])
-    options = basic_options()
+    options = quiet(basic_options())
     if model.path is not None:
         options.add_session_config_entry(_FOLDER, str(model.path.absolute().parent))
     with refused_as(lambda why: ModelError(f"onnxruntime refuses it: {why}", where=model.where)):

@@ -233,6 +233,16 @@ def test_ids_beyond_the_vocabulary(language_model: Any, tmp_path: Any) -> None:
     assert "\n" not in caught.value.render()
 
 
+def test_onnxruntime_itself_writes_nothing(
+    language_model: Any, tmp_path: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "ids.npy", [[1, 2, 40]])
+    for sites in (False, True):
+        with pytest.raises(UsageError):
+            verify(language_model.pack, language_model.model, inputs=Inputs(str(tmp_path / "ids.npy")), sites=sites)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_text_is_not_a_model(mlp: Any, tmp_path: Any) -> None:
     (tmp_path / "t.onnx").write_text("text")
     with pytest.raises(ModelError, match="onnxruntime refuses it"):
