@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import onnx
 
     from onnxpack.census import Census
+    from onnxpack.kernels.generate import Progress
+    from onnxpack.kernels.supply import Supply
     from onnxpack.pack.weights import Stored
     from onnxpack.pipeline import BuildReport
     from onnxpack.plan import Plan
@@ -68,7 +70,12 @@ def build(
     elfs_out: str | Path | None = None,
     force: bool = False,
     *,
+    rows: Sequence[int] = (128,),
+    budget: int = 8,
+    elf_cache: str | Path | None = None,
+    jobs: int | None = None,
     min_cosine: float = 0.99,
+    on_kernel: Callable[[Progress], None] | None = None,
     on_weight: Callable[[Stored], None] | None = None,
 ) -> BuildReport:
     """Pack a model into the directory `out`, which appears whole or not at all.
@@ -76,6 +83,9 @@ def build(
     `weights`: a format, or ``pattern=format,...`` over weight names. `plan`: execute exactly this plan, or the one in
     this file, instead of making one; its formats replace `weights`. `force`: replace an existing pack. `on_weight` is
     called from worker threads as each weight is done.
+    `kernels`: bind these, a directory of ELFs or ``MxKxN=path,...``. `elfs_out`: compile what the plan wants and they
+    lack, and put new ELFs there; `rows`, `budget`: as in `plan`; `elf_cache`, `jobs`: cache and compiles at once. A
+    shape that cannot be had is in the report, and its products run on the host.
     `min_cosine`: a weight that decodes to less than this against its source raises GateError.
     Raises UsageError (target exists), ModelError, EnvironmentFault (space, permission); then `out` is as it was.
     """
@@ -84,13 +94,17 @@ def build(
     from onnxpack.pipeline import run_build
     from onnxpack.plan import Plan, make_plan
 
-    choice, shapes = Selection.parse(weights), None if kernels is None else _shapes(kernels)
+    choice, supply = Selection.parse(weights), _supply(kernels, elfs_out, elf_cache, jobs, on_kernel)
     given = plan if plan is None or isinstance(plan, Plan) else Plan.loads(_read(plan, "--plan"))
     loaded = model if isinstance(model, str | Path) else load_model(model)
     return run_build(
         loaded,
         out,
-        lambda loaded, sites: make_plan(loaded, choice, shapes, sites=sites) if given is None else given,
+        lambda loaded, sites: (
+            given
+            or make_plan(loaded, choice, None if supply is None else supply.shapes, rows, sites=sites, budget=budget)
+        ),
+        supply=supply,
         force=force,
         min_cosine=min_cosine,
         on_weight=on_weight,
@@ -129,6 +143,24 @@ def _read(path: str | Path, option: str) -> bytes:
     if len(text) > _READ_LIMIT:
         raise UsageError(f"larger than {_READ_LIMIT} bytes", where=f"{option} {path}")
     return text
+
+
+def _supply(
+    kernels: str | Path | None,
+    elfs_out: str | Path | None,
+    cache: str | Path | None,
+    jobs: int | None,
+    on_kernel: Callable[[Progress], None] | None,
+) -> Supply | None:
+    """Where kernels come from; None when none are to be bound."""
+    if kernels is None and elfs_out is None:
+        return None
+    from onnxpack.kernels.library import Library, parse_kernels
+    from onnxpack.kernels.supply import Supply
+
+    library = Library() if kernels is None else parse_kernels(str(kernels))
+    out = None if elfs_out is None else Path(elfs_out)
+    return Supply(library, out is not None, out, None if cache is None else Path(cache), jobs, on_kernel)
 
 
 def _shapes(kernels: str | Path | None) -> frozenset[Gemm]:

@@ -26,8 +26,12 @@ from onnxpack.graph.load import Model, load
 from onnxpack.graph.paths import foreign_operators
 from onnxpack.graph.sites import Site, find_sites
 from onnxpack.graph.tensors import TensorStore
+from onnxpack.kernels.generate import Result
+from onnxpack.kernels.listing import result_dict
+from onnxpack.kernels.supply import Supply
 from onnxpack.pack import manifest as m
 from onnxpack.pack.digest import content_digest, files_digest
+from onnxpack.pack.kernels import Bound, bind, kernels_of_sites
 from onnxpack.pack.publish import publishing, refuse_existing
 from onnxpack.pack.qdq import qdq_record
 from onnxpack.pack.read import DATA, GRAPH, MANIFEST, open_pack
@@ -36,6 +40,7 @@ from onnxpack.pack.write import OnWeight, Written, write
 from onnxpack.plan import Plan, PlannedWeight, weights_of
 from onnxpack.planning.fits import check_plan
 from onnxpack.reasons import Reason
+from onnxpack.shapes import Gemm
 
 TARGET = "npu2"
 _VENDOR = "com.amd"
@@ -87,6 +92,7 @@ def run_build(
     out: str | Path,
     make_plan: Callable[[Model, Sequence[Site]], Plan],
     *,
+    supply: Supply | None = None,
     force: bool = False,
     min_cosine: float = MIN_COSINE,
     on_weight: OnWeight | None = None,
@@ -104,17 +110,21 @@ def run_build(
         store = TensorStore(loaded.regions)
         sources, users = _sources(loaded, plan, sites)
         check_plan(plan, sites)
+    with clock("kernels"):
+        kernels = [] if supply is None else supply.get(Gemm.parse(planned.kernel) for planned in plan.kernels)
     with publishing(goal, force) as draft, loaded.located():
         written = write(draft, loaded, store, sources, users, on_weight, min_cosine, clock)
         with clock("manifest"):
             written.changes[:0] = lifted
-            made = _manifest(loaded, sites, written, store, plan)
+            bound = bind((result.kernel for result in kernels if result.kernel is not None), draft)
+            made = _manifest(loaded, sites, written, store, plan, bound)
             _check_plan_is_met(plan, made)
         with clock("publish"):
             (draft / MANIFEST).write_text(records.dumps(made, indent=1))
             open_pack(draft)
             load(draft / GRAPH)
-    return _report(goal, made, clock, _hints(written))
+    left_out = [] if supply is None else [f"kernel left out: {problem}" for problem in supply.library.problems]
+    return _report(goal, made, clock, left_out + _hints(written), kernels)
 
 
 def _refuse_unpackable(model: Model, sites: Sequence[Site]) -> None:
@@ -159,11 +169,18 @@ def _source(planned: PlannedWeight, site: Site) -> Source:
     return FloatSource(planned.name, site.weight, site.transposed_b, get(planned.format, **planned.params))
 
 
-def _manifest(model: Model, sites: Sequence[Site], written: Written, store: TensorStore, plan: Plan) -> m.Manifest:
+def _manifest(
+    model: Model, sites: Sequence[Site], written: Written, store: TensorStore, plan: Plan, bound: Bound
+) -> m.Manifest:
     weight_of = {site.path: written.aliases[name] for name, users in written.users.items() for site in users}
     names = written.node_names
     reasons = {site.path: site.reason for site in plan.unplanned}
-    made = [_site(site, names, weight_of.get(site.path), reasons.get(site.path), store) for site in sites]
+    on_kernel = kernels_of_sites(plan.execution, bound)
+    made = [
+        _site(site, names, weight_of.get(site.path), on_kernel.get(site.path), reasons.get(site.path), store)
+        for site in sites
+    ]
+    files = sorted([*written.files, *bound.files], key=lambda record: record.path)
     tensors = [stored.record for stored in written.stored.values()]
     digests = {file.path: file.sha256 for file in written.files}
     weights_sha = hashlib.sha256(records.dumps(sorted(written.source_digests.items())).encode()).hexdigest()
@@ -176,12 +193,14 @@ def _manifest(model: Model, sites: Sequence[Site], written: Written, store: Tens
         domains=written.domains,
         tensors=tensors,
         sites=made,
-        kernels=[],
+        kernels=list(bound.records),
         coverage=_coverage(made),
         changes=written.changes,
-        files=written.files,
-        content_digest=content_digest(digests[GRAPH], digests.get(DATA, ""), tensors, made, [], plan.execution),
-        files_digest=files_digest(written.files),
+        files=files,
+        content_digest=content_digest(
+            digests[GRAPH], digests.get(DATA, ""), tensors, made, bound.records, plan.execution
+        ),
+        files_digest=files_digest(files),
         plan=plan.execution,
     )
 
@@ -192,14 +211,19 @@ def _portable(name: str) -> str:
 
 
 def _site(
-    site: Site, names: dict[str, str], weight: str | None, unplanned: Reason | None, store: TensorStore
+    site: Site,
+    names: dict[str, str],
+    weight: str | None,
+    kernel: str | None,
+    unplanned: Reason | None,
+    store: TensorStore,
 ) -> m.SiteRecord:
     """`unplanned`: why the plan has no kernel for the site; a planned one has none until its ELF is in the pack."""
-    reason = site.reason or unplanned or Reason.NO_KERNEL
+    reason = None if kernel is not None else (site.reason or unplanned or Reason.NO_KERNEL).value
     qdq = None if site.group is None or weight is None else qdq_record(site.group, names, store)
     return m.SiteRecord(
-        site.path, names[site.path], site.op, site.kind, site.m, site.k, site.n, site.dtype, weight, None,
-        reason.value, qdq,
+        site.path, names[site.path], site.op, site.kind, site.m, site.k, site.n, site.dtype, weight, kernel,
+        reason, qdq,
     )  # fmt: skip
 
 
@@ -232,7 +256,7 @@ def _hints(written: Written) -> list[str]:
     ]
 
 
-def _report(goal: Path, made: m.Manifest, clock: Clock, hints: list[str]) -> BuildReport:
+def _report(goal: Path, made: m.Manifest, clock: Clock, hints: list[str], kernels: Sequence[Result]) -> BuildReport:
     weights = [
         {
             "name": tensor.name,
@@ -250,7 +274,7 @@ def _report(goal: Path, made: m.Manifest, clock: Clock, hints: list[str]) -> Bui
         made.content_digest,
         made.files_digest,
         weights,
-        [],
+        [result_dict(result) for result in kernels],
         made.coverage,
         round(sum(clock.passes.values()), 4),
         passes,

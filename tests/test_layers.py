@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "census": _GRAPH | {"graph"},
     "planning": _GRAPH | {"graph", "kernels"},
     "plan": {"planning"},
-    "pack": _PACK,
+    "pack": _PACK | {"kernels"},
     "pipeline": _PACK | {"pack", "kernels", "census"},
     "runtime": _RUNTIME,
     "verify": _VERIFY,

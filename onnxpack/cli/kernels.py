@@ -90,7 +90,7 @@ def build_command(
         parse_kernels(kernels) if kernels else None,
         Path(elf_cache) if elf_cache else None,
         jobs,
-        _progress,
+        progress,
     )
     if as_json:
         print_json(report(results, target))
@@ -99,7 +99,8 @@ def build_command(
     raise_for(results, refused_fails=bool(shapes))
 
 
-def _progress(event: Progress) -> None:
+def progress(event: Progress) -> None:
+    """One line on stderr for each kernel that is settled."""
     from onnxpack.cli.output import note
 
     if event.result is not None:
