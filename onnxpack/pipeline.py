@@ -11,6 +11,7 @@ import hashlib
 import os
 import time
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -124,7 +125,7 @@ def run_build(
             open_pack(draft)
             load(draft / GRAPH)
     left_out = [] if supply is None else [f"kernel left out: {problem}" for problem in supply.library.problems]
-    return _report(goal, made, clock, left_out + _hints(written), kernels)
+    return _report(goal, made, clock, left_out + _notes(plan) + _hints(written), kernels)
 
 
 def _refuse_unpackable(model: Model, sites: Sequence[Site]) -> None:
@@ -244,6 +245,15 @@ def _check_plan_is_met(plan: Plan, made: m.Manifest) -> None:
     wanted = {path: weight.format for weight in plan.weights for path in weight.sites}
     if bound != wanted:
         raise PackError("the pack does not hold what the plan says", hint="this is a bug; please report it")
+
+
+def _notes(plan: Plan) -> list[str]:
+    """One line for each reason why weights are not stored as they were asked for."""
+    counts = Counter(weight.note for weight in plan.weights if weight.note is not None)
+    names = {weight.note: weight.name for weight in reversed(plan.weights)}
+    return [
+        f"{names[note]!r}{f' and {count - 1} more' if count > 1 else ''}: {note}" for note, count in counts.items()
+    ]
 
 
 def _hints(written: Written) -> list[str]:

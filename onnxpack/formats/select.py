@@ -55,4 +55,7 @@ def _format(spec: str) -> Format:
             params[key] = json.loads(value)
         except ValueError:
             params[key] = value
-    return get(name, **params)
+    made = get(name, **params)
+    if not made.encodes:
+        raise UsageError(f"format {name} can be read, not written", where="--weights", hint="`onnxpack formats`")
+    return made

@@ -34,6 +34,8 @@ class PlannedWeight:
     format: str
     params: dict[str, Any]
     sites: list[str]
+    note: str | None = None
+    """Why it is not in the format that was asked for."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from onnxpack.errors import UsageError
+from onnxpack.formats.base import Format, Orientation
+from onnxpack.formats.registry import get
 from onnxpack.formats.select import Selection
 from onnxpack.graph.constants import structure
 from onnxpack.graph.load import Model
@@ -46,7 +49,19 @@ def plan_weights(model: Model, bound: Sequence[Site], choice: Selection) -> list
             planned.append(PlannedWeight(name, k, n, OWN_CODES, {}, paths))
             continue
         made = choice.of(name)
-        if made.min_opset > model.opset:
-            made = Selection.parse("int8").of(name)
-        planned.append(PlannedWeight(name, k, n, made.name, dict(made.params), paths))
+        obstacle = _obstacle(made, k, n, model.opset)
+        note = None if obstacle is None else f"int8 instead of {made.name}: {obstacle}"
+        made = made if obstacle is None else get("int8")
+        planned.append(PlannedWeight(name, k, n, made.name, dict(made.params), paths, note))
     return planned
+
+
+def _obstacle(made: Format, k: int, n: int, opset: int) -> str | None:
+    """Why a format cannot hold a weight of this shape in a graph of this opset."""
+    if made.min_opset > opset:
+        return f"its decoder needs opset {made.min_opset}, the graph has {opset}"
+    try:
+        made.fields((k, n) if made.orientation is Orientation.KN else (n, k))
+    except UsageError as error:
+        return error.what
+    return None
