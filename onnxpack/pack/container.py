@@ -10,12 +10,10 @@ that the data starts on a page, which mapping readers and direct I/O like.
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
 import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ import numpy.typing as npt
 
 from onnxpack.errors import EnvironmentFault, UsageError
 from onnxpack.formats.base import FieldSpec
+from onnxpack.pack.space import reserve
 
 ALIGNMENT = 4096
 """Where the data of a file that we write starts: a multiple of this."""
@@ -188,7 +187,7 @@ def create(path: str | Path, plan: Layout, *, sync: bool = False) -> Iterator[Ma
         raise EnvironmentFault(f"cannot be created: {error.strerror}", where=str(target)) from None
     try:
         try:
-            _reserve(fd, target, plan.nbytes)
+            reserve(fd, target, plan.nbytes)
             buffer = mmap.mmap(fd, plan.nbytes)
             buffer[: len(plan.header)] = plan.header
             tensors = MappedTensors(buffer, plan.places)
@@ -211,20 +210,3 @@ def _publish(partial: Path, target: Path) -> None:
         partial.replace(target)
     except OSError as error:
         raise EnvironmentFault(f"cannot be replaced: {error.strerror}", where=str(target)) from None
-
-
-def _reserve(fd: int, target: Path, nbytes: int) -> None:
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, nbytes)
-        else:
-            os.truncate(fd, nbytes)
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
-            os.truncate(fd, nbytes)  # this file system cannot reserve; the size is right at least
-            return
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            free = shutil.disk_usage(target.parent).free
-            what = f"no space: {nbytes} bytes are needed, {free} are free ({error.strerror})"
-            raise EnvironmentFault(what, where=str(target), hint="make room, or choose another place") from None
-        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(target)) from None

@@ -30,5 +30,7 @@ def reserve(fd: int, path: Path, nbytes: int) -> None:
             os.truncate(fd, nbytes)  # this file system cannot reserve; the size is right at least
             return
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            require(path.parent, nbytes)
+            free = shutil.disk_usage(path.parent).free
+            what = f"no space: {nbytes} bytes are needed, {free} are free ({error.strerror})"
+            raise EnvironmentFault(what, where=str(path), hint="make room, or choose another place") from None
         raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path)) from None
