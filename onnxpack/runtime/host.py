@@ -26,10 +26,10 @@ def host_model(pack: Pack) -> tuple[bytes, Lowered]:
 class HostEngine:
     """Runs a pack on the host device."""
 
-    def __init__(self, pack: Pack, opener: Opener) -> None:
+    def __init__(self, pack: Pack, opener: Opener, weights: Weights | None = None) -> None:
         model, constants = isolated_graph(pack)
         main = {product.node for product in main_products(model)}
-        lowered = lower_graph(model, Weights(pack), constants)
+        lowered = lower_graph(model, weights or Weights(pack), constants)
         self._opened = opener(model.SerializeToString(), lowered)
         bound = [(site, facts(site, pack)) for site in pack.manifest.sites if runs_as_product(site)]
         self.placed = [Placed(site, "host", site.node in main, what) for site, what in bound]
@@ -45,9 +45,10 @@ class HostEngine:
     ) -> tuple[list[Any], SymbolRows]:
         """The outputs, and the row counts that the fed shapes tell."""
         results = self._opened.session.run(output_names, feeds, run_options)
-        return list(results), SymbolRows(self._symbols(feeds))
+        return list(results), SymbolRows(self.symbols(feeds))
 
-    def _symbols(self, feeds: Mapping[str, Any]) -> dict[str, int]:
+    def symbols(self, feeds: Mapping[str, Any]) -> dict[str, int]:
+        """The named dimensions of the graph's inputs, as these feeds have them."""
         bound: dict[str, int] = {}
         for name, fed in feeds.items():
             shape = fed.shape() if callable(getattr(fed, "shape", None)) else getattr(fed, "shape", ())

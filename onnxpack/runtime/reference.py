@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, TypeProto, helper
+from onnx import TensorProto, TypeProto
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from onnxpack.pack.read import Pack
 from onnxpack.quant.int8 import accumulate, epilogue, quantize_rows
 from onnxpack.quant.qdq import row_sums
-from onnxpack.runtime.carry import cast_inputs, cast_outputs, parse_type, tensor_type, travels_as_float
-from onnxpack.runtime.cut import Segment, cut, frame, segment_model
-from onnxpack.runtime.graphs import Names
+from onnxpack.runtime.between import door, product_type
+from onnxpack.runtime.carry import cast_inputs, cast_outputs, parse_type, travels_as_float
+from onnxpack.runtime.cut import Segment, cut, segment_model
 from onnxpack.runtime.groups import facts
 from onnxpack.runtime.opening import Opened, Opener
 from onnxpack.runtime.operands import Operand
@@ -119,7 +119,7 @@ class ReferenceEngine:
             Placed(site, "reference" if site.node in main else "host", site.node in main, what) for site, what in bound
         ]
         self._outputs = [value.name for value in model.graph.output]
-        self._door, self._accepted = _door(model, opener)
+        self._door, self._accepted = door(model, opener)
         self._no_numpy: dict[str, TypeProto] = {}
         """Values that cross as float32, with their real types."""
         self._steps = self._open(model, main)
@@ -138,7 +138,7 @@ class ReferenceEngine:
                 weight = self._weights(product.weight)
                 steps.append(_Call(product, weight))
                 rank = 0 if product.bias is None else len(types[product.bias].tensor_type.shape.dim)
-                types[product.y] = _product_type(types[product.a], product, weight.codes.shape[1], rank)
+                types[product.y] = product_type(types[product.a], product, weight.codes.shape[1], rank)
         return steps
 
     def _piece(self, model: onnx.ModelProto, segment: Segment, types: dict[str, TypeProto]) -> _Piece:
@@ -202,20 +202,6 @@ class ReferenceEngine:
         return str(files[0]) if files else ""
 
 
-def _product_type(a: TypeProto, product: Product, n: int, bias_rank: int) -> TypeProto:
-    y = None if product.group is None else product.group.requantize
-    kind = TensorProto.FLOAT if y is None else helper.np_dtype_to_tensor_dtype(np.dtype(y.dtype))
-    if not a.tensor_type.shape.dim or bias_rank > len(a.tensor_type.shape.dim):
-        return tensor_type(kind, None)
-    made = TypeProto()
-    made.CopyFrom(a)
-    made.tensor_type.elem_type = kind
-    dim = made.tensor_type.shape.dim[-1]
-    dim.Clear()
-    dim.dim_value = n
-    return made
-
-
 def _signature(model: onnx.ModelProto, opener: Opener, weights: Weights) -> Opened:
     """The whole graph, lowered, opened at little cost: nothing folded, nothing prepacked, weights mapped."""
     whole = onnx.ModelProto()
@@ -225,20 +211,3 @@ def _signature(model: onnx.ModelProto, opener: Opener, weights: Weights) -> Open
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
     return Opener(opener.folder, options)(whole.SerializeToString(), lowered)
-
-
-def _door(model: onnx.ModelProto, opener: Opener) -> tuple[Opened, str]:
-    """A session that computes nothing but takes the graph's inputs, so that onnxruntime itself judges the feeds.
-
-    Its one output, whose name comes back too, is a constant.
-    """
-    door = frame(model)
-    defaults = [tensor for tensor in model.graph.initializer if model.ir_version >= 4]
-    fed = {value.name for value in model.graph.input}
-    door.graph.initializer.extend(tensor for tensor in defaults if tensor.name in fed)
-    held = {tensor.name for tensor in model.graph.initializer} if model.ir_version < 4 else set()
-    door.graph.input.extend(value for value in model.graph.input if value.name not in held)
-    accepted = Names(model).fresh("onnxpack/accepted")
-    door.graph.initializer.add(name=accepted, data_type=TensorProto.BOOL, dims=[], raw_data=b"\1")
-    door.graph.output.add(name=accepted)
-    return opener(door.SerializeToString()), accepted
