@@ -5,8 +5,11 @@ Nothing is written back: the graph stays as it was. What cannot be inferred is u
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import onnx
 import onnx_ir as ir
+from onnx import TensorProto, helper
 
 from onnxpack.graph.paths import all_graphs
 from onnxpack.graph.tensors import shape_of
@@ -46,21 +49,39 @@ def _dims(shape: ir.Shape) -> tuple[Dim, ...]:
 
 
 def _infer(model: ir.Model) -> dict[str, Dims]:
+    proto = _without_weights(model)
+    _plain_quantization(proto.graph)
     try:
-        proto = onnx.shape_inference.infer_shapes(_without_weights(model), data_prop=True)
+        proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except Exception:  # whatever C++ raises here is a shape that stays unknown
         return {}
     found: dict[str, Dims] = {}
-    stack = [proto.graph]
-    while stack:
-        graph = stack.pop()
+    for graph in _graphs(proto.graph):
         for name, dims in _stated(graph).items():
             # two bodies may each have a value of this name; then the name says nothing
             found[name] = dims if found.get(name, dims) == dims else None
-        for node in graph.node:
+    return found
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and the bodies in it."""
+    stack = [graph]
+    while stack:
+        at = stack.pop()
+        yield at
+        for node in at.node:
             for attribute in node.attribute:
                 stack += [*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs]
-    return found
+
+
+def _plain_quantization(graph: onnx.GraphProto) -> None:
+    """Quantize- and DequantizeLinear of com.microsoft, of which ONNX knows nothing, become Casts: the shape is that."""
+    kinds = {"QuantizeLinear": TensorProto.UINT8, "DequantizeLinear": TensorProto.FLOAT}
+    for at in _graphs(graph):
+        for node in at.node:
+            if node.domain == "com.microsoft" and node.op_type in kinds and node.input:
+                cast = helper.make_node("Cast", node.input[:1], list(node.output), node.name, to=kinds[node.op_type])
+                node.CopyFrom(cast)
 
 
 def _stated(graph: onnx.GraphProto) -> dict[str, Dims]:
