@@ -73,6 +73,7 @@ class _Lowering:
     products: int = 0
     arrays: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
     weights: dict[str, LoweredWeight] = field(default_factory=dict)
+    known_scales: dict[str, str] = field(default_factory=dict)
 
     def graph(self, graph: onnx.GraphProto) -> None:
         quantized: dict[tuple[str, int], tuple[str, str]] = {}
@@ -98,7 +99,7 @@ class _Lowering:
         q, s = quantized[key]
         unscaled = self.constants.names.fresh(f"{product.node}/unscaled")
         one, zero = self.constants.scalar(np.float32(1)), self.constants.scalar(np.uint8(128))
-        inputs = [q, weight.codes, one, weight.scales, zero]
+        inputs = [q, weight.codes, one, self.scales(weight), zero]
         inputs += [] if weight.zero_points is None else [weight.zero_points]
         yield helper.make_node("MatMulIntegerToFloat", inputs, [unscaled], product.node, domain=MICROSOFT)
         yield helper.make_node("Mul", [unscaled, s], [product.y], self.constants.names.fresh(f"{product.node}/scale"))
@@ -142,15 +143,22 @@ class _Lowering:
         if name not in self.weights:
             found = self.operand(name)
             codes = self.initializer(f"{name}/codes", found.codes, found.codes_at)
-            if found.scales.ndim:
-                scales = self.initializer(f"{name}/scales", found.scales, found.scales_at)
-            else:
-                scales = self.constants.scalar(np.float32(found.scales))
             zero_points = None
             if found.zero_points is not None:
                 zero_points = self.constants.tensor(found.zero_points.astype(np.int8), f"{name}/zero_points")
-            self.weights[name] = LoweredWeight(found, codes, scales, zero_points)
+            self.weights[name] = LoweredWeight(name, found, codes, zero_points)
         return self.weights[name]
+
+    def scales(self, weight: LoweredWeight) -> str:
+        """The scales of a weight, added when they are first used: some groups have them in other constants."""
+        if weight.name not in self.known_scales:
+            found = weight.operand
+            if found.scales.ndim:
+                name = self.initializer(f"{weight.name}/scales", found.scales, found.scales_at)
+            else:
+                name = self.constants.scalar(np.float32(found.scales))
+            self.known_scales[weight.name] = name
+        return self.known_scales[weight.name]
 
     def array(self, wanted: str, array: npt.NDArray[np.generic]) -> str:
         """A constant that is not in the pack's files; gives its name."""

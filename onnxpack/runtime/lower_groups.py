@@ -33,11 +33,11 @@ _DEQUANTIZE_ALONG_AXIS = 13
 
 @dataclass(frozen=True)
 class LoweredWeight:
-    """A weight as initializers; names."""
+    """A weight, and the names of its initializers."""
 
+    name: str
     operand: Operand
     codes: str
-    scales: str
     zero_points: str | None
 
     @property
@@ -54,6 +54,9 @@ class Target(Protocol):
 
     def array(self, wanted: str, array: npt.NDArray[np.generic]) -> str:
         """A constant that is not in the pack's files; gives its name."""
+
+    def scales(self, weight: LoweredWeight) -> str:
+        """Name of the scales of a weight."""
 
 
 def along(values: list[Any], axis: int | None, dtype: Any) -> npt.NDArray[Any]:
@@ -94,10 +97,19 @@ class _Group:
             s_y, zero_y = self.constants.scalar(np.float32(y.scale)), self.constants.scalar(np.uint8(y.zero_point))
             zero_w = self.weight.zero_points or self.constants.scalar(np.int8(0))
             x = [self.product.a, self.scale_x, self.zero_x]
-            yield self.node("QLinearMatMul", [*x, self.weight.codes, self.weight.scales, zero_w, s_y, zero_y])
+            yield self.node(
+                "QLinearMatMul", [*x, self.weight.codes, self.target.scales(self.weight), zero_w, s_y, zero_y]
+            )
             return
         else:
-            inputs = [self.product.a, self.weight.codes, self.scale_x, self.weight.scales, self.zero_x, *self.zero_w]
+            inputs = [
+                self.product.a,
+                self.weight.codes,
+                self.scale_x,
+                self.target.scales(self.weight),
+                self.zero_x,
+                *self.zero_w,
+            ]
             yield self.node("MatMulIntegerToFloat", inputs, MICROSOFT)
         if self.float_bias:
             yield self.node("Add", [self.before, self.product.bias or ""])
