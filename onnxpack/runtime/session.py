@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import onnxruntime as ort
 
-from onnxpack.errors import EnvironmentFault, UsageError
+from onnxpack.errors import EnvironmentFault, PackError, UsageError
 from onnxpack.pack.read import Pack, open_pack
 from onnxpack.runtime.host import HostEngine
+from onnxpack.runtime.npu.engine import NpuEngine, open_engine
+from onnxpack.runtime.npu.switches import QDQ, Switches
+from onnxpack.runtime.npu.unfold import without_groups
 from onnxpack.runtime.opening import Opener
 from onnxpack.runtime.options import copy_options
 from onnxpack.runtime.reference import ReferenceEngine
@@ -21,8 +25,10 @@ from onnxpack.runtime.trace import Trace, TraceRecord, runs_as_product
 
 Device = Literal["auto", "host", "reference", "npu"]
 
+Engine = HostEngine | ReferenceEngine | NpuEngine
+
 _log = logging.getLogger("onnxpack")
-_NO_NPU = "this version has no NPU device"
+_ON_HOST = "every site runs on the host"
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,9 @@ class SessionCoverage:
     """Sites by the place that runs them; "unbound" is onnxruntime, as the graph says."""
     reasons: dict[str, int]
     """Sites by reason code."""
+    counters: dict[str, int] = field(default_factory=dict)
+    """On the NPU, since the pack was loaded: sites run on it ("npu"), routed to the host by their rows ("host_rows"),
+    fallen back ("fallback"); launches; faults by kind; and what the device has done for this whole process."""
 
 
 class PackSession:
@@ -46,13 +55,14 @@ class PackSession:
     onnxruntime's own errors for wrong feeds and names.
     """
 
-    def __init__(self, pack: Pack, engine: HostEngine | ReferenceEngine, device: str, note: str | None = None) -> None:
+    def __init__(self, pack: Pack, engine: Engine, device: str, notes: Sequence[str] = ()) -> None:
         self._pack, self._engine, self._device = pack, engine, device
         sites = pack.manifest.sites
         unbound = [site for site in sites if not runs_as_product(site)]
         at_load = [TraceRecord(0, site.path, "unbound", None, site.reason) for site in unbound]
-        if note is not None:
-            at_load.insert(0, TraceRecord(0, None, "host", None, note))
+        at_load = [*(TraceRecord(0, None, "host", None, note) for note in notes), *at_load]
+        if isinstance(engine, NpuEngine):
+            at_load = [*engine.at_load, *at_load]
         self._trace = Trace(at_load, engine.placed)
         where = Counter[str](placed.where for placed in engine.placed)
         self._coverage = SessionCoverage(
@@ -105,6 +115,8 @@ class PackSession:
 
     def coverage(self) -> SessionCoverage:
         """How many sites run where, and why not elsewhere."""
+        if isinstance(self._engine, NpuEngine):
+            return replace(self._coverage, counters=self._engine.counters())
         return self._coverage
 
     def trace(self) -> list[TraceRecord]:
@@ -122,32 +134,58 @@ def load(
     """Open a pack and make it ready to run.
 
     `device`: "host" (onnxruntime with integer products), "reference" (numpy products, the specification), "npu", or
-    "auto", the best there is. `strict` raises where "auto" would fall back from kernels that the pack has. `check`
-    "full" compares every file with its digest.
+    "auto", the best there is. `strict` raises where "auto" would fall back from kernels that the pack has, and where a
+    call on the NPU would fall back to the host. `check` "full" compares every file with its digest.
 
     `session_options` is copied, never changed. Some of it onnxruntime does not let one read, so it is not taken over:
     free-dimension overrides, added initializers, custom-operator libraries, execution providers, callbacks. Without it
-    the host runs at onnxruntime's default optimization level, the reference at ORT_ENABLE_BASIC.
+    the host and the NPU run at onnxruntime's default optimization level, the reference at ORT_ENABLE_BASIC.
 
-    PackError for a damaged pack, UsageError for a wrong argument, EnvironmentFault for a device that is not here.
+    Environment variables, ONNXPACK_NPU and others, are read here: see docs/runtime.md. PackError for a damaged pack,
+    UsageError for a wrong argument, EnvironmentFault for a device that is not here.
     """
     if device not in get_args(Device):
         raise UsageError(f"there is no device {device!r}", hint=f"one of {', '.join(get_args(Device))}")
     if check not in ("headers", "full"):
         raise UsageError(f"check is {check!r}", hint="one of headers, full")
-    if device == "npu":
-        raise EnvironmentFault(_NO_NPU, hint='use device="host": it gives the same numbers')
+    switches = Switches.read(os.environ)
+    switches = replace(switches, strict=switches.strict or strict)
     pack = open_pack(path, check)
+    notes = []
+    if not switches.qdq:
+        pack, unfolded = without_groups(pack)
+        notes = [f"{QDQ}=0: the graph's own nodes run {unfolded} QDQ groups"]
     if device == "reference":
         options = session_options if session_options is not None else basic_options()
-        return PackSession(pack, ReferenceEngine(pack, _opener(pack, options)), device)
-    note = None
-    if device == "auto":
-        note = f"{_NO_NPU}: every site runs on the host"
-        if strict and pack.manifest.kernels:
-            raise EnvironmentFault(_NO_NPU, where=str(path), hint="load without strict, or with device='host'")
-        _log.info("%s: %s", path, note)
-    return PackSession(pack, HostEngine(pack, _opener(pack, session_options)), "host", note)
+        return PackSession(pack, ReferenceEngine(pack, _opener(pack, options)), device, notes)
+    opener = _opener(pack, session_options)
+    if device != "host":
+        engine, note = _open_npu(pack, opener, switches, device == "auto")
+        if engine is not None:
+            return PackSession(pack, engine, "npu", notes)
+        notes.insert(0, f"{note}: {_ON_HOST}")
+    return PackSession(pack, HostEngine(pack, opener), "host", notes)
+
+
+def _open_npu(pack: Pack, opener: Opener, switches: Switches, auto: bool) -> tuple[NpuEngine | None, str]:
+    """An engine that runs something on the NPU, or one line why there is none. Raises where a caller insists."""
+    try:
+        if auto and not pack.manifest.kernels:
+            reason, level = "the pack has no kernels, so no NPU device is looked for", logging.INFO
+        else:
+            engine = open_engine(pack, opener, switches)
+            if engine.claimed:
+                return engine, ""
+            reason, level = "the pack has no kernel that runs any of its sites", logging.WARNING
+            if switches.strict:
+                raise PackError(reason, where=str(pack.path), hint="build it with --kernels")
+    except EnvironmentFault as error:
+        insists = not auto and switches.npu
+        if insists or switches.strict:
+            raise
+        reason, level = error.what, logging.INFO if auto else logging.WARNING
+    _log.log(level, "%s: %s: %s", pack.path, reason, _ON_HOST)
+    return None, reason
 
 
 def basic_options() -> ort.SessionOptions:

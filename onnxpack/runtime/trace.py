@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from threading import Lock
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple
 
 from onnxpack.pack.manifest import Dim, SiteRecord
 
@@ -30,6 +31,17 @@ class TraceRecord:
     """Why it did not run on the NPU."""
     facts: str | None = None
     """What a quantized site is: ``qdq sx=1 zp_x=-40 sw=80 zp_w=80 zp_y=-7``."""
+    event: str | None = None
+    """The word for it in traces of the NPU: ``float matmul``, ``qdq``, ``npu_qdq_host_rows``, ``npu_qdq_fallback``."""
+
+
+class SiteOutcome(NamedTuple):
+    """Where rows of a site ran, and why not on the NPU."""
+
+    where: Where
+    rows: int | None
+    reason: str | None
+    event: str | None = None
 
 
 def runs_as_product(site: SiteRecord) -> bool:
@@ -48,15 +60,20 @@ class Placed:
     facts: str | None = None
 
 
-class Rows(Protocol):
-    """What one run knows about its row counts."""
+class Rows(ABC):
+    """What one run knows about its sites."""
 
+    @abstractmethod
     def of(self, placed: Placed) -> int | None:
         """Rows of A at the site, if known."""
 
+    def at(self, placed: Placed) -> list[SiteOutcome]:
+        """Where the site ran: as it was placed when the pack was loaded, unless a device chose again."""
+        return [SiteOutcome(placed.where, self.of(placed), placed.site.reason)]
+
 
 @dataclass(frozen=True)
-class SymbolRows:
+class SymbolRows(Rows):
     """Row counts from the symbols that the shapes of the fed arrays bind.
 
     >>> SymbolRows({"batch": 2, "seq": 8}).value("batch*seq")
@@ -85,7 +102,7 @@ class SymbolRows:
 
 
 @dataclass(frozen=True)
-class CountedRows:
+class CountedRows(Rows):
     """Row counts by node name, as they were multiplied."""
 
     counts: Mapping[str, int]
@@ -111,12 +128,13 @@ class Trace:
             self._runs.append((self._count, rows))
 
     def records(self) -> list[TraceRecord]:
-        """What was decided at load, then one record per bound site of each run that is kept, oldest first."""
+        """What was decided at load, then what became of each bound site in each run that is kept, oldest first."""
         with self._lock:
             runs = list(self._runs)
         made = [
-            TraceRecord(number, placed.site.path, placed.where, rows.of(placed), placed.site.reason, placed.facts)
+            TraceRecord(number, placed.site.path, found.where, found.rows, found.reason, placed.facts, found.event)
             for number, rows in runs
             for placed in self._bound
+            for found in rows.at(placed)
         ]
         return [*self._at_load, *made]

@@ -1,0 +1,1 @@
+"""The NPU device: claimed products on kernels through pyxrt, everything between them in onnxruntime."""
