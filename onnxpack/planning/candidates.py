@@ -13,9 +13,12 @@ from onnxpack.shapes import Gemm, round_up
 
 LARGEST_B = 2048 * 8192
 """Bytes of the largest B that a public design is known to have run. Larger products are split."""
-MOST_ROWS = 512
+LARGEST_M = 512
+"""Of one kernel."""
 CUTS = (1, 2, 3, 4)
 """Parts that a size is cut into, times what LARGEST_B makes necessary."""
+MOST_ENTRIES = 1_000_000
+"""Units times kernels. Above it sizes are crossed within each unit only, and then no longer cut."""
 _COARSE = (1024, 512, 256)
 
 
@@ -53,20 +56,26 @@ def candidates(units: Iterable[Unit], target: Target) -> list[Gemm]:
     """Kernels that could be made for the units, sorted. Whether the design accepts one is asked when it is chosen."""
     if target.refusal is not None:
         return []
-    ms: set[int] = set()
-    ks: set[int] = set()
-    ns: set[int] = set()
-    for unit in units:
-        m, k, n = unit.shape.m, unit.shape.k, unit.shape.n
-        fewest = -(-m // MOST_ROWS)
-        ms |= {padded_m(-(-m // (fewest * cut))) for cut in (1, 2, 4)}
-        ks |= {padded_k(-(-k // cut)) for cut in CUTS}
-        if unit.members > 1:
-            ns.add(padded_n(n))
-        else:
-            fewest = -(-padded_k(k) * n // LARGEST_B)
-            ns |= {padded_n(-(-n // (fewest * cut))) for cut in CUTS}
-    return _crossed(sorted(ms), sorted(ks), sorted(ns))
+    units = list(units)
+    sizes = [_sizes(unit, CUTS) for unit in units]
+    ms, ks, ns = (sorted({size for entry in sizes for size in entry[axis]}) for axis in range(3))
+    if len(ms) * len(ks) * len(ns) * len(units) <= MOST_ENTRIES:
+        return _crossed(ms, ks, ns)
+    made = [kernel for entry in sizes for kernel in _crossed(*entry)]
+    if len(set(made)) * len(units) > MOST_ENTRIES:
+        made = [kernel for unit in units for kernel in _crossed(*_sizes(unit, (1,)))]
+    return sorted(set(made))
+
+
+def _sizes(unit: Unit, cuts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """Values of M, K and N worth having for one unit."""
+    m, k, n = unit.shape.m, unit.shape.k, unit.shape.n
+    blocks = -(-m // LARGEST_M)
+    pieces = -(-padded_k(k) * n // LARGEST_B)
+    ms = {padded_m(-(-m // (blocks * cut))) for cut in cuts if cut != 3}
+    ks = {padded_k(-(-k // cut)) for cut in cuts}
+    ns = {padded_n(-(-n // (pieces * cut))) for cut in cuts} if unit.members == 1 else {padded_n(n)}
+    return sorted(ms), sorted(ks), sorted(ns)
 
 
 def _crossed(ms: Sequence[int], ks: Sequence[int], ns: Sequence[int]) -> list[Gemm]:

@@ -6,7 +6,8 @@ Nothing here knows how a plan was made; what is checked is what an executor reli
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise, product
+from itertools import pairwise
+from math import prod
 
 from onnxpack.errors import UsageError
 from onnxpack.planning.records import Call, Execution, PlanGroup, Program, Range
@@ -71,9 +72,9 @@ def _program(group: PlanGroup, program: Program) -> Iterator[str]:
     for name, ranges, size, most in axes:
         if not _covers(ranges, size, most):
             yield f"the launches do not cover {name} 0 to {size} in pieces of at most {most}"
-    every = set(product(*(set(ranges) for _, ranges, _, _ in axes)))
-    given = [(launch.rows, launch.k, launch.columns) for launch in program.launches]
-    if set(given) != every or len(given) != len(every):
+    given = {(launch.rows, launch.k, launch.columns) for launch in program.launches}
+    every = prod(len(set(ranges)) for _, ranges, _, _ in axes)
+    if not len(program.launches) == len(given) == every:
         yield "some piece is computed twice or not at all"
 
 

@@ -21,6 +21,8 @@ Partition = tuple[Bin, ...]
 ALL_PARTITIONS_UP_TO = 5
 """Members of a family whose partitions are all looked at; larger families are cut into runs of equal length."""
 LONGEST_RUN = 64
+MOST_ROWS = 8192
+"""Of one program. Longer calls repeat it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def natural(path: str) -> tuple[tuple[int, int | str], ...]:
 
 def rows_of(site: Site, rows: Iterable[int], min_rows: int) -> tuple[int, ...]:
     """The numbers of rows to plan a site for: its own, where the graph states them; nothing below the threshold."""
-    wanted = {site.m} if isinstance(site.m, int) else set(rows)
+    wanted = {min(site.m, MOST_ROWS)} if isinstance(site.m, int) else set(rows)
     return tuple(sorted(r for r in wanted if r >= min_rows))
 
 

@@ -15,7 +15,7 @@ from onnxpack.kernels.target import NPU2, Target
 from onnxpack.planning import select
 from onnxpack.planning.candidates import accepts, candidates
 from onnxpack.planning.costs import Costs
-from onnxpack.planning.families import Kind, Partition, kinds_of, natural, partitions
+from onnxpack.planning.families import MOST_ROWS, Kind, Partition, kinds_of, natural, partitions
 from onnxpack.planning.records import (
     SCHEMA,
     Call,
@@ -37,7 +37,6 @@ BUDGET = 8
 MIN_ROWS = 16
 """Below it a launch costs more than the host's product: at 12 rows the gain vanishes on a busy machine, at 16 it is
 1.5 times (published for Strix Halo)."""
-MOST_ROWS = 1 << 20
 _LOOKED_AT = 160
 """Kernels that are compared in combination, beside the best few of each unit."""
 _BEST_OF_UNIT = 6
@@ -56,7 +55,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not self.rows or not all(1 <= r <= MOST_ROWS for r in self.rows):
-            raise UsageError(f"rows must be between 1 and {MOST_ROWS}", where="--rows", hint="for example --rows 128")
+            hint = "longer calls repeat the largest program"
+            raise UsageError(f"rows must be between 1 and {MOST_ROWS}", where="--rows", hint=hint)
         if not 0 <= self.budget <= self.target.contexts:
             raise UsageError(
                 f"a budget of {self.budget} kernels",

@@ -23,8 +23,9 @@ Costs = npt.NDArray[np.int64]
 NEVER = 10**13
 """Of a site that is on the host although a kernel could run it: more nanoseconds than any plan takes, so that as many
 sites as possible are planned before any time is saved."""
-STEPS = 3000
-"""Nodes of the search tree that are looked at."""
+STEPS = 2000
+"""Nodes of the search tree that are looked at, or fewer where each is large: a fixed amount of work."""
+_WORK = 40_000_000
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class _Search:
             self._improve(self._dropped(self._wanted(everything)))
             if bound < self.least:
                 self._sort()
-                self.steps = steps
+                self.steps = min(steps, 1 + _WORK // (self.costs.size + 1))
                 self._branch(self.problem.on_host, (), 0)
                 if self.steps > 0:
                     bound = self.least
@@ -132,8 +133,14 @@ class _Search:
 
     def _dropped(self, kernels: tuple[int, ...]) -> tuple[int, ...]:
         """Fewer kernels, always without the one that is missed least, until they are within the budget."""
-        while len(kernels) > self.problem.budget:
-            kernels = min(_without_one(kernels), key=self._cost)
+        while (surplus := len(kernels) - self.problem.budget) > 0:
+            costs = self.costs[:, kernels]
+            first = costs.argmin(axis=1)
+            least, second = np.sort(np.concatenate([costs, np.full((len(costs), 1), CANNOT)], axis=1), axis=1)[:, :2].T
+            without = np.where(first[:, None] == np.arange(len(kernels)), second[:, None], least[:, None])
+            missed = self.tally.total(np.minimum(self.problem.on_host[:, None], without))
+            order = np.argsort(missed, kind="stable")[max(1, surplus // 4) :]
+            kernels = tuple(kernels[i] for i in sorted(order))
         return kernels
 
     def _improve(self, kernels: tuple[int, ...]) -> None:

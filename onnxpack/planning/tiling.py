@@ -48,7 +48,7 @@ def cost_table(units: Sequence[Unit], kernels: Sequence[Gemm], costs: Costs, tar
     pieces = -(-shape[:, None, :] // size)  # blocks of rows, slices of K, pieces of N
     count = pieces.prod(axis=2)
     table = count * launch + (pieces[:, :, 1] - 1) * summing[:, None]
-    impossible = (count > LAUNCH_LIMIT) | (joined[:, None] & (pieces[:, :, 2] > 1))
+    impossible = (pieces.prod(axis=2, dtype=np.float64) > LAUNCH_LIMIT) | (joined[:, None] & (pieces[:, :, 2] > 1))
     return np.where(impossible, CANNOT, table)
 
 

@@ -75,7 +75,7 @@ def test_other_transpositions_of_the_input_are_other_inputs(plan_of: Any) -> Non
 
 
 def quantized(dequantizers: list[tuple[str, float, int]], of: list[str]) -> Any:
-    """Products whose weights are codes; product i reads `of[i]`. Dequantizer i (input, scale, zero point) makes d<i>."""
+    """Products whose weights are codes; product i reads `of[i]`. Dequantizer i (input, scale, zero point) makes di."""
     inputs = sorted({name for name, _, _ in dequantizers})
     tensors, nodes, outputs = [], [], []
     for i, (name, scale, zero) in enumerate(dequantizers):
@@ -114,6 +114,12 @@ def test_equal_parameters_in_one_tensor_join_across_dequantizers(plan_of: Any) -
     second = next(n for n in source.graph.node if n.output[0] == "d1")
     second.input[1:] = ["s0", "z0"]
     assert together(plan_of(source), source) == sets("p0 p1")
+
+
+def test_one_scale_with_two_zero_points_is_two_inputs(plan_of: Any) -> None:
+    source = quantized([("x", 0.5, 3), ("x", 0.5, 4)], ["d0", "d1"])
+    next(n for n in source.graph.node if n.output[0] == "d1").input[1] = "s0"
+    assert together(plan_of(source), source) == sets("p0", "p1")
 
 
 def test_the_plan_keeps_the_graphs_own_codes(plan_of: Any) -> None:

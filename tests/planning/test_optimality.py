@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ def test_a_library_with_random_times(plan_of: Any, seed: int) -> None:
     families = [
         (rng.choice(sizes), [rng.choice(sizes) for _ in range(rng.randint(1, 4))]) for _ in range(rng.randint(1, 4))
     ]
+    families += families[:1] * rng.randint(0, 5)  # layers
     rows = rng.choice([(16,), (64,), (16, 100)])
     shapes = {(rng.choice([16, 32, 64]), rng.choice(sizes), rng.choice([*sizes, 256, 512])) for _ in range(9)}
     kernels = ["x".join(map(str, shape)) for shape in sorted(shapes)]
@@ -65,19 +67,44 @@ def _runs(widths: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [widths[i:j] for i in range(len(widths)) for j in range(i + 1, len(widths) + 1)]
 
 
-def test_the_search_alone_against_every_subset() -> None:
-    rng = np.random.default_rng(5)
-    for _ in range(30):
-        units, count, budget = 6, 12, int(rng.integers(1, 5))
-        table = rng.integers(1, 1000, (units, count))
-        table[rng.random((units, count)) < 0.3] = select.CANNOT
-        problem = select.Problem(
-            table, rng.integers(500, 3000, units), [[[0, 1], [2]], [[3], [4, 4]], [[5]]], [3, 1, 2], 50, budget
-        )
-        choice = select.choose(problem, 10**6)
-        assert choice.cost == choice.bound == _best(problem)
-        early = select.choose(problem, 1)
-        assert early.bound <= choice.cost <= early.cost
+def test_hundreds_of_shapes_are_planned_in_bounded_time(plan_of: Any) -> None:
+    rng = random.Random(1)
+    families = [(rng.randint(8, 200), [rng.randint(8, 200) for _ in range(rng.randint(1, 3))]) for _ in range(200)]
+    model = load(of_families(families))
+    sites = find_sites(model)
+    start = time.process_time()
+    plan = plan_of(model, sites=sites, budget=8)
+    assert time.process_time() - start < 5
+    assert plan.totals.planned == len(sites)
+    assert plan.totals.kernels <= 8
+    assert 0 < plan.totals.gap_percent < 30
+
+
+def random_problem(seed: int) -> select.Problem:
+    rng = np.random.default_rng(seed)
+    units, count, budget = 8, 14, int(rng.integers(2, 5))
+    table = rng.integers(1, 1000, (units, count))
+    table[rng.random((units, count)) < 0.5] = select.CANNOT
+    on_host = rng.integers(500, 3000, units)
+    options = [[[0, 1], [2, 3]], [[4], [5, 5]], [[6, 7], [0]]]
+    return select.Problem(table, on_host, options, [3, 1, 2], int(rng.integers(0, 300)), budget)
+
+
+HARD = (35, 51, 154, 166, 285)
+"""Where exchanging one kernel at a time does not lead to the best choice."""
+
+
+@pytest.mark.parametrize("seed", [*range(12), *HARD])
+def test_the_search_alone_against_every_subset(seed: int) -> None:
+    problem = random_problem(seed)
+    choice = select.choose(problem, 10**6)
+    assert choice.cost == choice.bound == _best(problem)
+    assert choice.gap_percent == 0
+    early = select.choose(problem, 1)
+    assert early.bound <= choice.cost <= early.cost
+    if seed in HARD:
+        assert early.cost > choice.cost
+        assert early.gap_percent > 0
 
 
 def _best(problem: select.Problem) -> int:

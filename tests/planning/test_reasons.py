@@ -67,6 +67,13 @@ def test_rows_that_the_graph_states(plan_of: Any) -> None:
     assert reasons(plan_of(model, rows=(128,), min_rows=8)) == []
 
 
+@pytest.mark.parametrize("rows", [100_000, 1 << 40, 1 << 62])
+def test_more_rows_than_any_program_has(plan_of: Any, rows: int) -> None:
+    plan = plan_of(of_families([(64, (96,))], rows=[rows]))
+    assert [program.rows for program in plan.groups[0].programs] == [8192]
+    assert plan.totals.planned == 1
+
+
 def test_only_rows_below_the_threshold(plan_of: Any) -> None:
     assert reasons(plan_of(matmul(), rows=(1, 15))) == ["below-row-threshold"]
     assert reasons(plan_of(matmul(), rows=(1, 15, 16))) == []
@@ -106,7 +113,7 @@ def test_over_budget_beside_a_host_that_is_known(plan_of: Any) -> None:
         ({"budget": -1}, "budget of -1"),
         ({"rows": ()}, "rows must be"),
         ({"rows": (0,)}, "rows must be"),
-        ({"rows": (128, 1 << 30)}, "rows must be"),
+        ({"rows": (128, 8193)}, "rows must be"),
         ({"min_rows": 0}, "not a number of rows"),
     ],
 )

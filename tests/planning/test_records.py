@@ -133,6 +133,16 @@ def test_a_plan_that_a_hand_has_changed(made: dict[str, Any], name: str) -> None
         check_plan(Plan.from_dict(broken), sites)
 
 
+def test_a_plan_of_many_ranges_is_refused_at_once(plan_of: Any) -> None:
+    """4096 launches on a diagonal name 4096 ranges of each axis: their product must never be made."""
+    source = of_families([(4096, (4096,))])
+    plan = plan_of(source, rows=(4096,), kernels="512x4096x4096").to_dict()
+    cuts = [[i, i + 1] for i in range(4096)]
+    plan["groups"][0]["programs"][0]["launches"] = [{"rows": cut, "k": cut, "columns": cut} for cut in cuts]
+    with pytest.raises(UsageError, match="twice or not at all"):
+        check_plan(Plan.from_dict(plan), find_sites(load(source)))
+
+
 def test_a_join_across_inputs_is_refused(plan_of: Any) -> None:
     two = of_families([(64, (48,)), (64, (80,))])
     joined_plan = plan_of(of_families([(64, (48, 80))]), "128x64x128").to_dict()

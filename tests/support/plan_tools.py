@@ -72,7 +72,7 @@ def run_kernel(m: int, k: int, n: int, a: Any, b: Any) -> Any:
 
 
 def replay(plan: Mapping[str, Any], a_of: Mapping[str, Any], b_of: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """int32 results of every planned site, from a plan's JSON and operands by site. None: some rows are for the host."""
+    """int32 results of every planned site, from a plan's JSON and operands by site. None: some rows are the host's."""
     results: dict[str, Any] = {}
     for group in plan["groups"]:
         for call in group["calls"]:
