@@ -119,7 +119,7 @@ def _check_opsets(imports: Any) -> dict[str, int]:
     return versions
 
 
-_DENSE_BYTES = 1 << 30
+_DENSE_BYTES = 1 << 28
 """Sparse tensors are made dense; a hostile model could ask for any amount."""
 
 

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import onnx_ir as ir
 
@@ -37,7 +38,7 @@ class Constant:
     reason: Reason | None = None
     """Why it may not be relied on after all (overridable, scale computed at run time)."""
 
-    @property
+    @cached_property
     def root(self) -> Constant:
         """The stored tensor that the values come from: the first input of the first input, and so on."""
         at = self
@@ -47,11 +48,11 @@ class Constant:
             at = at.inputs[0]
         return at
 
-    @property
+    @cached_property
     def chain(self) -> tuple[str, ...]:
         """Operators between the value and its root, from the value inwards."""
-        at, ops = self, []
-        while at.node is not None and at is not self.root:
+        at, root, ops = self, self.root, []
+        while at.node is not None and at is not root:
             ops.append(at.node.op_type)
             if not at.inputs or at.inputs[0] is None:
                 break

@@ -54,7 +54,7 @@ def locate(entries: Iterable[tuple[str, str]], nbytes: int, folder: Folder, tens
     where = f"tensor {tensor}"
     file = _contained(location, folder, where)
     offset = _number(keys.get("offset", "0"), "offset", location, where)
-    length = _number(keys.get("length", str(nbytes)), "length", location, where)
+    length = _number(keys["length"], "length", location, where) if "length" in keys else nbytes
     if length != nbytes:
         raise ModelError(
             f"external data {location!r}: length {length}, but the tensor's shape and type need {nbytes}", where=where
