@@ -23,6 +23,7 @@ from onnxpack.runtime.groups import MIN_OPSET as GROUP_OPSET
 from onnxpack.runtime.groups import GraphIndex, fold, group_of
 from onnxpack.runtime.product import DOMAIN, Product
 from onnxpack.runtime.prune import prune
+from onnxpack.runtime.rounding import keep_at_cuts, kept
 from onnxpack.runtime.trace import runs_as_product
 from onnxpack.runtime.types import ElementTypes
 
@@ -35,6 +36,7 @@ _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
 def isolate(model: onnx.ModelProto, sites: Iterable[SiteRecord], constants: Constants, where: str) -> None:
     """Rewrite, in place, every bound site of the main graph and of all bodies; drop decoders nobody needs any more.
 
+    Where a site is of 16 bit, values of that type are rounded as the graph says, in one session as in many.
     PackError when a site's node is missing or is not one that can be bound.
     """
     if (version := opset(model)) < MIN_OPSET:
@@ -51,7 +53,7 @@ def isolate(model: onnx.ModelProto, sites: Iterable[SiteRecord], constants: Cons
                 found[node.name] = (scope, _checked(node, wanted[node.name], version, where))
     if missing := sorted(wanted.keys() - found.keys()):
         raise PackError(f"site node {missing[0]!r} is not in the graph", where=where, hint="build the pack again")
-    types, rewriter, indexes = ElementTypes(model), _Rewriter(constants), dict[int, GraphIndex]()
+    types, rewriter, indexes = ElementTypes(model), _Rewriter(constants, version), dict[int, GraphIndex]()
     unread = set[str]()
     for name, (scope, node) in found.items():
         group, nodes = group_of(wanted[name]), [node]
@@ -64,8 +66,12 @@ def isolate(model: onnx.ModelProto, sites: Iterable[SiteRecord], constants: Cons
         rewriter.add([inner.name for inner in nodes], site)
         # What decoded the weight; for a group also the activation, and whatever else it has taken in.
         unread.update(*(inner.input for inner in nodes) if group is not None else [node.input[1:2]])
+    sixteen_bit = any(site is not None and site.kind != TensorProto.FLOAT for site in rewriter.places.values())
+    known = types.of_main_graph() if sixteen_bit else {}
     _rewrite(model.graph, rewriter)
     prune(model, sorted(unread - {""}))
+    if sixteen_bit:
+        keep_at_cuts(model, constants, known)
 
 
 def _checked(node: NodeProto, site: SiteRecord, version: int, where: str) -> NodeProto:
@@ -114,6 +120,7 @@ class _Site:
 @dataclass(frozen=True)
 class _Rewriter:
     constants: Constants
+    opset: int
     places: dict[str, _Site | None] = field(default_factory=dict)
     """By name of a node: the site that stands there, or None when the node only goes."""
 
@@ -135,37 +142,49 @@ def _rewrite(graph: onnx.GraphProto, rewriter: _Rewriter) -> None:
         if node.name not in rewriter.places:
             return None
         site = rewriter.places[node.name]
-        return [] if site is None else _expand(site, rewriter.constants, views)
+        return [] if site is None else _expand(site, rewriter, views)
 
     replace_nodes(graph, expand)
 
 
-def _expand(site: _Site, constants: Constants, views: dict[tuple[str, str], str]) -> Generator[NodeProto, None, None]:
+def _expand(site: _Site, rewriter: _Rewriter, views: dict[tuple[str, str], str]) -> Generator[NodeProto, None, None]:
     """The site as a bare product between its operators. `views` shares Transpose and Cast of one input."""
-    node, group = site.node, site.group
+    node, group, constants = site.node, site.group, rewriter.constants
     sixteen_bit = site.kind != TensorProto.FLOAT
     a = node.input[0] if group is None or group.x is None else group.x
     if node.op_type == "Gemm" and _attribute(node, "transA", 0):
         a = yield from _view("Transpose", a, views, constants, perm=[1, 0])
     if sixteen_bit:
-        a = yield from _view("Cast", a, views, constants, to=TensorProto.FLOAT)
+        a = yield from _widened(a, views, rewriter)
     tail: list[tuple[str, list[str], dict[str, Any]]] = []
     if node.op_type == "Gemm" and not _takes_c(group):
         alpha = _attribute(node, "alpha", 1.0)
         if alpha != 1:
             tail.append(("Mul", [constants.scalar(np.float32(alpha))], {}))
-        c = yield from _addend(node, sixteen_bit, views, constants)
+        c = yield from _addend(node, sixteen_bit, views, rewriter)
         if c is not None:
             tail.append(("Add", [c], {}))
     if sixteen_bit:
         tail.append(("Cast", [], {"to": site.kind}))
     if tail and site.y != node.output[0]:
         raise PackError("Gemm's alpha, beta or C stands inside a group", where=f"node {node.name}")
-    steps = [constants.names.fresh(f"{node.name}/product") for _ in tail] + [site.y]
+    y = constants.names.fresh(f"{node.name}/unrounded") if sixteen_bit else site.y
+    steps = [constants.names.fresh(f"{node.name}/product") for _ in tail] + [y]
     yield Product(node.name, a, steps[0], site.weight, group).to_node()
     for before, after, (op, more, attributes) in zip(steps, steps[1:], tail, strict=False):
         name = constants.names.fresh(f"{node.name}/{op.lower()}")
         yield helper.make_node(op, [before, *more], [after], name, **attributes)
+    if sixteen_bit:
+        yield from kept(y, site.y, constants, rewriter.opset)
+
+
+def _widened(source: str, views: dict[tuple[str, str], str], rewriter: _Rewriter) -> Generator[NodeProto, None, str]:
+    """A 16-bit value, really rounded to its type, as float32."""
+    key = ("kept", source)
+    if key not in views:
+        views[key] = rewriter.constants.names.fresh(f"{source}/kept")
+        yield from kept(source, views[key], rewriter.constants, rewriter.opset)
+    return (yield from _view("Cast", views[key], views, rewriter.constants, to=TensorProto.FLOAT))
 
 
 def _takes_c(group: QdqRecord | None) -> bool:
@@ -174,15 +193,16 @@ def _takes_c(group: QdqRecord | None) -> bool:
 
 
 def _addend(
-    node: NodeProto, sixteen_bit: bool, views: dict[tuple[str, str], str], constants: Constants
+    node: NodeProto, sixteen_bit: bool, views: dict[tuple[str, str], str], rewriter: _Rewriter
 ) -> Generator[NodeProto, None, str | None]:
     """beta * C in float32; None where there is nothing to add. As in BLAS, a beta of 0 means that C is not read."""
     beta = _attribute(node, "beta", 1.0)
     if len(node.input) < 3 or not node.input[2] or beta == 0:
         return None
     c: str = node.input[2]
+    constants = rewriter.constants
     if sixteen_bit:
-        c = yield from _view("Cast", c, views, constants, to=TensorProto.FLOAT)
+        c = yield from _widened(c, views, rewriter)
     if beta != 1:
         scaled = constants.names.fresh(f"{node.name}/beta_c")
         yield helper.make_node("Mul", [c, constants.scalar(np.float32(beta))], [scaled], scaled)

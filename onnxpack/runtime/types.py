@@ -25,6 +25,13 @@ class ElementTypes:
             found = self._look_up(self._inferred[node], values)
         return found
 
+    def of_main_graph(self) -> dict[str, int]:
+        """The types of the main graph's values, declared or inferred, as the graph is now."""
+        graphs = [self._inferred_model.graph] if self._inferred_model is not None else []
+        return {
+            name: kind for graph in (self._model.graph, *graphs) for name, kind in self._table(graph).items() if kind
+        }
+
     def _look_up(self, scope: Scope, values: list[str]) -> int | None:
         tables = [self._table(graph) for graph in reversed(scope)]
         return next((table[value] for value in values for table in tables if table.get(value)), None)
@@ -40,10 +47,16 @@ class ElementTypes:
         return self._tables[id(graph)][1]
 
     @cached_property
+    def _inferred_model(self) -> onnx.ModelProto | None:
+        try:
+            return onnx.shape_inference.infer_shapes(self._model)
+        except (onnx.shape_inference.InferenceError, ValueError):
+            return None
+
+    @cached_property
     def _inferred(self) -> dict[str, Scope]:
         """The same graph after type inference: the graphs around each named node. Empty when it cannot be inferred."""
-        try:
-            model = onnx.shape_inference.infer_shapes(self._model)
-        except (onnx.shape_inference.InferenceError, ValueError):
+        model = self._inferred_model
+        if model is None:
             return {}
         return {node.name: scope for scope in walk(model.graph) for node in scope[-1].node if node.name}
