@@ -118,6 +118,8 @@ class ConstantResolver:
         view = views.VIEWS[node.op_type]
         try:
             shape, dtype = view.result(node, inputs, index, self._small)
+            if math.prod(shape) > MAX_ELEMENTS:
+                raise ValueError(f"its result {list(shape)} has more elements than memory has bytes")
         except (ValueError, IndexError, TypeError, KeyError, OverflowError) as error:
             raise ModelError(f"{error}", where=path_of(node)) from None
         return Constant(name, shape, dtype, None, node, index, tuple(inputs), reason)
@@ -138,6 +140,9 @@ class ConstantResolver:
 def _leaf(name: str, tensor: ir.TensorProtocol, reason: Reason | None = None) -> Constant:
     return Constant(name, shape_of(tensor), tensor.dtype, tensor, reason=reason)
 
+
+MAX_ELEMENTS = 2**62
+"""So that every count of elements and bytes is an int64."""
 
 _SMALL_ELEMENTS = 1024
 _GROWTH, _ALWAYS_ALLOWED = 64, 256 << 20

@@ -12,7 +12,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from onnxpack.errors import ModelError
-from onnxpack.graph.constants import Constant, ConstantResolver
+from onnxpack.graph.constants import MAX_ELEMENTS, Constant, ConstantResolver
 from onnxpack.graph.infer import Dim, Dims, Shapes
 from onnxpack.graph.load import Model
 from onnxpack.graph.paths import all_nodes, path_of
@@ -275,6 +275,8 @@ def _rows(a: Dims, transposed: bool) -> Dim:
                 number *= int(factor)
             else:
                 symbols.append(factor)
+    if number > MAX_ELEMENTS:
+        return None  # no such tensor can be: the stated shape says nothing
     if not symbols or not number:
         return number
     return "*".join(([str(number)] if number != 1 else []) + symbols)

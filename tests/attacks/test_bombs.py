@@ -127,7 +127,12 @@ BOMBS: dict[str, tuple[Callable[[], onnx.ModelProto], set[int]]] = {
         ),
         {3},
     ),
-    "doubling": (lambda: doubling(60), {3}),
+    "doubling": (lambda: doubling(40), {3}),
+    "doubling beyond int64": (lambda: doubling(70), {3}),
+    "rows beyond int64": (
+        lambda: model([LAST], [tensor("W", normal(8, 8))], [value("x", [2**40, 2**40, 8])]),
+        {0},
+    ),
     "doubling a little": (lambda: doubling(10), {0}),
     "nested bodies": (lambda: nested(7), {0}),
     "functions": (lambda: functions(40), {3}),
