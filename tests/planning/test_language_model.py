@@ -87,6 +87,14 @@ def test_several_numbers_of_rows(qwen3: Qwen3, plan_of: Any) -> None:
     assert with_one.rows == [16, 128]
 
 
+def test_planning_two_numbers_of_rows_together_is_no_worse_than_apart(qwen3: Qwen3, plan_of: Any) -> None:
+    model, sites = qwen3
+    apart = sum(plan_of(model, sites=sites, rows=(rows,), budget=4).totals.predicted_us for rows in (16, 128))
+    together = plan_of(model, sites=sites, rows=(16, 128), budget=8).totals
+    assert together.predicted_us <= apart
+    assert together.gap_percent < 2
+
+
 def test_the_order_of_the_sites_decides_nothing(qwen3: Qwen3, plan_of: Any) -> None:
     model, sites = qwen3
     for budget in (8, 2):

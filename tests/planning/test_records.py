@@ -101,6 +101,10 @@ EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a launch is missing": (lambda p: p["groups"][0]["programs"][0]["launches"].pop(), "cover|twice"),
     "all launches are missing": (lambda p: p["groups"][0]["programs"][0]["launches"].clear(), "0 launches"),
     "a launch twice": (lambda p: p["groups"][0]["programs"][0]["launches"].append(first_launch(p)), "twice"),
+    "one launch in place of another": (
+        lambda p: joined(p)["programs"][1]["launches"].__setitem__(0, joined(p)["programs"][1]["launches"][-1]),
+        "twice or not at all",
+    ),
     "too many rows": (lambda p: first_launch(p).update(rows=[0, 300]), "cover rows"),
     "K from elsewhere": (lambda p: first_launch(p).update(k=[1, 64]), "cover K"),
     "columns beyond": (lambda p: first_launch(p).update(columns=[0, 10**9]), "cover columns"),
