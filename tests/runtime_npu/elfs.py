@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "support"))
-import npu_elf_writer as writer  # noqa: E402
+import npu_elf_writer as writer
 
-from onnxpack import records  # noqa: E402
-from onnxpack.kernels import canary  # noqa: E402
-from onnxpack.kernels.library import SCHEMA, Record  # noqa: E402
-from onnxpack.shapes import Gemm  # noqa: E402
+from onnxpack import records
+from onnxpack.kernels import canary
+from onnxpack.kernels.library import SCHEMA, Record
+from onnxpack.shapes import Gemm
 
 
 def elf(gemm: Gemm) -> bytes:

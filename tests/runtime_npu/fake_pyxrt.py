@@ -1,6 +1,6 @@
 """A stand-in for XRT's Python module, with its interface and its traps, that multiplies on the CPU.
 
-`Machine` is what is plugged in: devices, contexts, and what is going to fail. `module(machine)` is a pyxrt for it. An ELF
+`Machine` is what is plugged in: devices, contexts, what is going to fail. `module(machine)` is a pyxrt for it. An ELF
 says its shape in its configuration (see `elfs.py`); real int32 products come from the buffers as the device sees them.
 
 What is like the real one: host and device memory of a buffer are apart until `sync`; fresh buffers hold garbage;
@@ -142,7 +142,13 @@ class _Context:
         self.machine, self.shape, self.used, self.dead = machine, elf.shape, machine.clock, False
         self.children: dict[str, int] = {"kernel": 0, "run": 0}
         children = self.children
-        machine.born("context", self, lambda: [machine.wrong(f"context gone before its {k}") for k in children if children[k]])
+
+        def gone() -> None:
+            for kind in children:
+                if children[kind]:
+                    machine.wrong(f"context gone before its {kind}")
+
+        machine.born("context", self, gone)
         self.number = machine.made["context"]
 
 

@@ -244,10 +244,8 @@ class NpuEngine:
         kind = onnx.helper.tensor_dtype_to_np_dtype(self._types[name].tensor_type.elem_type)
         return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(fed, kind))
 
-    def _result(self, name: str, value: ort.OrtValue | None) -> Any:
-        if value is None:
-            return None
-        if not value.is_tensor():
+    def _result(self, name: str, value: Any) -> Any:
+        if not isinstance(value, ort.OrtValue):
             return value
         array = value.numpy()
         return array.copy() if self._cut is not None and name in self._cut.inputs else array

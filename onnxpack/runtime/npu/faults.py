@@ -72,4 +72,5 @@ class Tally:
         if shape not in self._said and not quiet:
             self._said.add(shape)
             then = "trying once more in a new context" if again else "this call runs on the host"
-            _log.warning("NPU: kernel %s: %s; %s (said once per shape)", shape, error, then)
+            # As text: whoever keeps log records must not keep the frames of the error with them.
+            _log.warning("NPU: kernel %s: %s; %s (said once per shape)", shape, str(error), then)

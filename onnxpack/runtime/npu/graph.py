@@ -29,6 +29,8 @@ _LAYOUTS = 8
 _WATCHED = 256
 
 Values = list[ort.OrtValue | None]
+Results = dict[str, Any]
+"""OrtValues, arrays, lists for sequences, None for what is absent."""
 Key = tuple[Any, ...]
 
 
@@ -39,6 +41,8 @@ class _Segment:
     opened: Opened
     feeds: tuple[tuple[str, int], ...]
     results: tuple[tuple[str, int], ...]
+    lists: tuple[tuple[int, int], ...]
+    """Position and slot of results that are no tensors."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +115,12 @@ class CutGraph:
         for value in opened.session.get_outputs():
             types[value.name] = parse_type(value.type, value.shape)
         names = [value.name for value in opened.session.get_outputs()]
+        lists = [at for at, name in enumerate(names) if not types[name].HasField("tensor_type")]
         return _Segment(
             opened,
             tuple((name, self._slot(name)) for name in segment.inputs),
             tuple((name, self._slot(name)) for name in names),
+            tuple((at, self._slot(names[at])) for at in lists),
         )
 
     def _live(self) -> tuple[dict[int, Lifetime], list[tuple[int, ...]]]:
@@ -147,7 +153,8 @@ class CutGraph:
                 io.bind_ortvalue_output(name, fixed[slot])
             elif fixed:  # in the order of the results, so that positions are those of get_outputs
                 io.bind_output(name)
-        return Binding(io, loose_inputs, loose, bool(fixed))
+        kept = set(self.outputs.values())
+        return Binding(io, loose_inputs, loose, tuple(pair for pair in step.lists if pair[1] in kept), bool(fixed))
 
     @property
     def sessions(self) -> list[ort.InferenceSession]:
@@ -158,7 +165,7 @@ class CutGraph:
 
     def run(
         self, feeds: Mapping[str, ort.OrtValue], key: Key, options: ort.RunOptions | None
-    ) -> tuple[dict[str, ort.OrtValue | None], list[Outcome]]:
+    ) -> tuple[Results, list[Outcome]]:
         """All outputs of the graph, and what became of each call. `key` tells names, types and shapes of the feeds."""
         layout = self._layouts.get(key)
         if layout is not None:
@@ -187,7 +194,8 @@ class CutGraph:
         feeds: Mapping[str, ort.OrtValue],
         options: ort.RunOptions | None,
         watched: dict[int, Shaped | None] | None,
-    ) -> tuple[dict[str, ort.OrtValue | None], list[Outcome]]:
+    ) -> tuple[Results, list[Outcome]]:
+        own: dict[int, Any] = {}
         values: Values = [None] * len(self._slots)
         for name, value in feeds.items():
             values[self.inputs[name]] = value
@@ -198,20 +206,21 @@ class CutGraph:
                 try:
                     binding.before(values)
                     step.opened.session.run_with_iobinding(binding.io, options)
-                    binding.after(values)
+                    binding.after(values, own)
                 except BaseException:
                     binding.clear()
                     raise
             else:
                 for batch in step:
-                    _run_batch(batch, values, layout, outcomes)
+                    _run_batch(batch, values, layout, own, outcomes)
             if watched is not None:
                 for slot in _touches(step)[1]:
                     value = values[slot]
                     watched[slot] = None if value is None else shaped(value)
             for slot in freed:
                 values[slot] = None
-        return {name: values[slot] for name, slot in self.outputs.items()}, outcomes
+                own.pop(slot, None)
+        return {name: own.get(slot, values[slot]) for name, slot in self.outputs.items()}, outcomes
 
     def _lay_out(self, key: Key, watched: Mapping[int, Shaped | None]) -> None:
         known = {slot: what for slot in self._lifetimes if (what := watched.get(slot)) is not None}
@@ -241,7 +250,8 @@ def _touches(step: _Step) -> tuple[list[int], list[int]]:
     return read, made
 
 
-def _run_batch(batch: _Batch, values: Values, layout: Layout, outcomes: list[Outcome]) -> None:
+def _run_batch(batch: _Batch, values: Values, layout: Layout, own: dict[int, Any], outcomes: list[Outcome]) -> None:
+    """`own` takes results that are in memory of ours: an OrtValue over it does not keep it alive."""
     x = _array(batch.a, values, layout)
     session = batch.calls[0].session
     if not x.ndim or x.shape[-1] != batch.k or x.dtype != batch.calls[0].x_dtype:
@@ -257,7 +267,7 @@ def _run_batch(batch: _Batch, values: Values, layout: Layout, outcomes: list[Out
                 shape = (*x.shape[:-1], member.claimed.n)
                 if bias is not None and bias.ndim > x.ndim:
                     shape = np.broadcast_shapes(shape, bias.shape)
-                made = np.empty(shape, member.dtype)
+                made = own[y] = np.empty(shape, member.dtype)
                 values[y] = ort.OrtValue.ortvalue_from_numpy(made)
             flat.append(made.reshape(-1, member.claimed.n))
         outcomes += call.run(x, codes, biases, flat)

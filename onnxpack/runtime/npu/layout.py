@@ -145,6 +145,8 @@ class Binding:
     loose_inputs: tuple[tuple[str, int], ...]
     loose_outputs: tuple[tuple[str, int, int], ...]
     """Name in the session, position among its outputs, slot."""
+    lists: tuple[tuple[int, int], ...]
+    """Position and slot of outputs of the graph that are no tensors: they leave as Python objects."""
     kept: bool
     """Whether anything stays bound."""
 
@@ -159,9 +161,12 @@ class Binding:
             for name, _, _ in self.loose_outputs:
                 io.bind_output(name)
 
-    def after(self, values: list[ort.OrtValue | None]) -> None:
+    def after(self, values: list[ort.OrtValue | None], own: dict[int, Any]) -> None:
         """Take the loose results, and let go of everything that belongs to this run."""
         io = self.io
+        if self.lists:
+            objects = io.copy_outputs_to_cpu()
+            own.update((slot, objects[position]) for position, slot in self.lists)
         if self.loose_outputs:
             results = io.get_outputs()
             for _, position, slot in self.loose_outputs:
