@@ -42,6 +42,15 @@ def to_signed(codes: npt.NDArray[Any]) -> I8:
     return np.asarray(codes, np.int8)
 
 
+def to_unsigned(codes: I8) -> npt.NDArray[np.uint8]:
+    """int8 codes as uint8, plus 128: the inverse of `to_signed`.
+
+    >>> to_unsigned(np.array([-128, 0, 127], np.int8)).tolist()
+    [0, 128, 255]
+    """
+    return np.bitwise_xor(codes.view(np.uint8), np.uint8(_SHIFT))
+
+
 def signed_zero_points(values: npt.ArrayLike, dtype: str) -> I64:
     """Zero points of codes of `dtype` as they are after `to_signed`.
 

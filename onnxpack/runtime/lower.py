@@ -25,6 +25,7 @@ from onnx import NodeProto, TensorProto, helper
 
 from onnxpack.pack.manifest import FieldRecord
 from onnxpack.quant.int8 import AMAX_FLOOR
+from onnxpack.quant.qdq import to_unsigned
 from onnxpack.runtime.constants import Constants
 from onnxpack.runtime.graphs import bodies, import_domain, opset, replace_nodes
 from onnxpack.runtime.lower_groups import MICROSOFT, LoweredWeight, lower_group
@@ -48,15 +49,22 @@ class Lowered:
     """Initializers that are not in the pack's files. Whoever holds the session holds these."""
 
 
-def lower(model: onnx.ModelProto, constants: Constants, operand: Callable[[str], Operand], placeholder: str) -> Lowered:
+def lower(
+    model: onnx.ModelProto,
+    constants: Constants,
+    operand: Callable[[str], Operand],
+    placeholder: str,
+    unsigned_weights: Callable[[], bool],
+) -> Lowered:
     """Replace, in place, every bare product of the main graph and of all bodies.
 
     `operand` gives the operand of a weight. What the pack stores as int8 is referenced where it is, never copied into
     the model. Other arrays come back: they must be handed to the session with `add_initializer`; until then their
-    initializers point at the file `placeholder`.
+    initializers point at the file `placeholder`. `unsigned_weights` is asked, when there is a product at all, whether
+    this CPU needs weights as uint8.
     """
     make_unsigned(model, constants, opset(model))
-    lowering = _Lowering(model, constants, operand, placeholder, opset(model))
+    lowering = _Lowering(model, constants, operand, placeholder, unsigned_weights, opset(model))
     lowering.graph(model.graph)
     if lowering.products:
         import_domain(model, MICROSOFT)
@@ -69,6 +77,7 @@ class _Lowering:
     constants: Constants
     operand: Callable[[str], Operand]
     placeholder: str
+    unsigned_weights: Callable[[], bool]
     opset: int
     products: int = 0
     arrays: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
@@ -142,12 +151,21 @@ class _Lowering:
         """The initializers of a weight, added when it is first used."""
         if name not in self.weights:
             found = self.operand(name)
-            codes = self.initializer(f"{name}/codes", found.codes, found.codes_at)
-            zero_points = None
-            if found.zero_points is not None:
-                zero_points = self.constants.tensor(found.zero_points.astype(np.int8), f"{name}/zero_points")
-            self.weights[name] = LoweredWeight(name, found, codes, zero_points)
+            self.weights[name] = self.as_uint8(name, found) if self.unsigned_weights() else self.as_int8(name, found)
         return self.weights[name]
+
+    def as_int8(self, name: str, found: Operand) -> LoweredWeight:
+        codes = self.initializer(f"{name}/codes", found.codes, found.codes_at)
+        zero_points = None
+        if found.zero_points is not None:
+            zero_points = self.constants.tensor(found.zero_points.astype(np.int8), f"{name}/zero_points")
+        return LoweredWeight(name, found, codes, zero_points)
+
+    def as_uint8(self, name: str, found: Operand) -> LoweredWeight:
+        codes = self.initializer(f"{name}/codes", to_unsigned(found.codes), None)
+        points = np.zeros((), np.int64) if found.zero_points is None else found.zero_points
+        zero_points = self.constants.tensor((points + 128).astype(np.uint8), f"{name}/zero_points")
+        return LoweredWeight(name, found, codes, zero_points)
 
     def scales(self, weight: LoweredWeight) -> str:
         """The scales of a weight, added when they are first used: some groups have them in other constants."""

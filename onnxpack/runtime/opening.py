@@ -12,7 +12,6 @@ import onnxruntime as ort
 from onnxpack.errors import PackError
 from onnxpack.runtime.lower import Lowered
 from onnxpack.runtime.options import session_options
-from onnxpack.runtime.probe import needs_precision
 
 PROVIDERS = ["CPUExecutionProvider"]
 
@@ -39,10 +38,8 @@ class Opener:
         """A session over `model`; PackError with onnxruntime's own first line when it refuses.
 
         What it refuses at a higher optimization level is opened at ORT_ENABLE_BASIC, if it can be.
-        EnvironmentFault when the model has integer products that this CPU cannot do exactly.
         """
-        precise = lowered is not None and lowered.products > 0 and needs_precision()
-        options = session_options(self.options, str(self.folder.resolve()), precise=precise)
+        options = session_options(self.options, str(self.folder.resolve()))
         owners: list[Any] = []
         for name, array in ({} if lowered is None else lowered.arrays).items():
             value = ort.OrtValue.ortvalue_from_numpy(array)

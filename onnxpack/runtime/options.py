@@ -77,7 +77,6 @@ _ENTRIES = (
 )
 
 _FOLDER = "session.model_external_initializers_file_folder_path"
-_PRECISE = "session.x64quantprecision"
 _NBITS_ACCURACY = "session.qdq_matmulnbits_accuracy_level"
 
 
@@ -102,15 +101,10 @@ def copy_options(source: ort.SessionOptions | None) -> ort.SessionOptions:
     return made
 
 
-def session_options(source: ort.SessionOptions | None, folder: str, *, precise: bool) -> ort.SessionOptions:
-    """Options for one of our sessions over a pack in `folder`; `source` is left as it is.
-
-    `precise`: this CPU's fast int8 kernel saturates, so onnxruntime must take the slower exact one.
-    """
+def session_options(source: ort.SessionOptions | None, folder: str) -> ort.SessionOptions:
+    """Options for one of our sessions over a pack in `folder`; `source` is left as it is."""
     made = copy_options(source)
     made.add_session_config_entry(_FOLDER, folder)
-    if precise:
-        made.add_session_config_entry(_PRECISE, "1")
     if _entry(made, _NBITS_ACCURACY) is None:
         # Otherwise DequantizeLinear + MatMul outside our sites silently gets activations quantized per block.
         made.add_session_config_entry(_NBITS_ACCURACY, "0")

@@ -15,6 +15,7 @@ from onnxpack.runtime.isolate import isolate
 from onnxpack.runtime.lower import Lowered, lower
 from onnxpack.runtime.made import Arrays, make_operands
 from onnxpack.runtime.operands import Operand, is_stored, operand
+from onnxpack.runtime.probe import needs_precision
 
 
 @dataclass(frozen=True)
@@ -59,5 +60,8 @@ def isolated_graph(pack: Pack) -> tuple[onnx.ModelProto, Constants]:
 
 
 def lower_graph(model: onnx.ModelProto, weights: Weights, constants: Constants | None = None) -> Lowered:
-    """The host lowering of every bare product in `model`, in place; see lower.lower."""
-    return lower(model, constants or Constants(model), weights, MANIFEST)
+    """The host lowering of every bare product in `model`, in place; see lower.lower.
+
+    EnvironmentFault when this CPU cannot do integer products exactly.
+    """
+    return lower(model, constants or Constants(model), weights, MANIFEST, needs_precision)

@@ -1,8 +1,9 @@
 """What onnxruntime's int8 kernels do on this CPU: measured for correctness, read from the system for reports.
 
-uint8 x int8 products saturate in 16 bits on x64 with AVX2 and no VNNI: 255*127 + 255*127 does not fit. There
-`session.x64quantprecision=1` is exact; everywhere else it only costs time (9 times with AMX), so it is never set
-blindly.
+uint8 x int8 products saturate in 16 bits on x64 with AVX2 and no VNNI: 255*127 + 255*127 does not fit. There weights
+are given as uint8, which is exact; everywhere else that only costs time (9 times with AMX), so it is never done
+blindly. onnxruntime's own `session.x64quantprecision` does the same thing, but not below the extended level, and not
+when two products share a weight: it then refuses the graph.
 """
 
 from __future__ import annotations
@@ -21,49 +22,62 @@ from onnxpack.errors import EnvironmentFault
 _CPUINFO = Path("/proc/cpuinfo")
 _ROWS = (1, 4, 33)
 _K, _N = 256, 48
+_SUM = 127 * 127 * _K
 
 CpuLevel = Literal["amx", "vnni", "avx2", "none"]
 
 
 @cache
 def needs_precision() -> bool:
-    """Whether sessions of this process must set `session.x64quantprecision`. Runs the kernel once.
+    """Whether weights must be uint8 for products to be exact here. Runs the kernels once.
 
-    EnvironmentFault when the kernel is not exact either way.
+    EnvironmentFault when they are not exact either way.
     """
-    if products_exact(precise=False):
+    if products_exact(unsigned_weights=False):
         return False
-    if products_exact(precise=True):
+    if products_exact(unsigned_weights=True):
         return True
     raise EnvironmentFault(
         "onnxruntime's int8 product is not exact on this CPU", hint="use device='reference', or another onnxruntime"
     )
 
 
-def products_exact(*, precise: bool) -> bool:
-    """Multiply 255 by 127 all over through MatMulIntegerToFloat, as the host lowering does, and look at the sums."""
+def products_exact(*, unsigned_weights: bool) -> bool:
+    """Multiply 255 by 127 all over through each operator that the host lowering uses, and look at the sums."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    if precise:
-        options.add_session_config_entry("session.x64quantprecision", "1")
-    session = ort.InferenceSession(_model(), options, providers=["CPUExecutionProvider"])
-    wanted = np.float32(127 * 127 * _K)
-    return all((session.run(None, {"a": np.full((m, _K), 255, np.uint8)})[0] == wanted).all() for m in _ROWS)
+    session = ort.InferenceSession(_model(unsigned_weights), options, providers=["CPUExecutionProvider"])
+    wanted = (_SUM, _SUM, 100)
+    results = (session.run(None, {"a": np.full((m, _K), 255, np.uint8)}) for m in _ROWS)
+    return all((y == sums).all() for found in results for y, sums in zip(found, wanted, strict=True))
 
 
-def _model() -> bytes:
+def _model(unsigned_weights: bool) -> bytes:
+    """Three products of `a` by a weight of 127: as int8, or as uint8 with zero point 128."""
+    dtype, middle = (np.uint8, 128) if unsigned_weights else (np.int8, 0)
     inputs = [helper.make_tensor_value_info("a", TensorProto.UINT8, ["m", _K])]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["m", _N])]
+    kinds = {"y": TensorProto.FLOAT, "sums": TensorProto.INT32, "codes": TensorProto.UINT8}
+    outputs = [helper.make_tensor_value_info(name, kind, ["m", _N]) for name, kind in kinds.items()]
     constants = {
-        "w": np.full((_K, _N), 127, np.int8),
+        "w": np.full((_K, _N), 127 + middle, dtype),
         "one": np.float32(1),
         "w_scale": np.ones(_N, np.float32),
         "zero": np.uint8(128),
+        "w_zero": dtype(middle),
+        "y_scale": np.float32(_SUM / 100),
+        "y_zero": np.uint8(0),
     }
-    node = helper.make_node("MatMulIntegerToFloat", ["a", *constants], ["y"], domain="com.microsoft")
+    of_both = ["w", "one", "w_scale", "zero", "w_zero"]
+    nodes = [
+        helper.make_node("MatMulIntegerToFloat", ["a", *of_both], ["y"], domain="com.microsoft"),
+        helper.make_node("MatMulInteger", ["a", "w", "zero", "w_zero"], ["sums"]),
+        helper.make_node(
+            "QLinearMatMul", ["a", "one", "zero", "w", "w_scale", "w_zero", "y_scale", "y_zero"], ["codes"]
+        ),
+    ]
     tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
-    graph = helper.make_graph([node], "probe", inputs, outputs, tensors)
+    graph = helper.make_graph(nodes, "probe", inputs, outputs, tensors)
     opsets = [helper.make_opsetid("", 13), helper.make_opsetid("com.microsoft", 1)]
     model: onnx.ModelProto = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     return bytes(model.SerializeToString())

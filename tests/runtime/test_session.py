@@ -268,10 +268,9 @@ def test_the_callers_options_are_copied_and_not_changed(folder: Path) -> None:
 
 
 def test_activations_outside_our_sites_stay_float(tmp_path: Path) -> None:
-    made = session_options(None, str(tmp_path), precise=False)
+    made = session_options(None, str(tmp_path))
     assert made.get_session_config_entry("session.qdq_matmulnbits_accuracy_level") == "0"
     options = ort.SessionOptions()
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
-    made = session_options(options, str(tmp_path), precise=True)
+    made = session_options(options, str(tmp_path))
     assert made.get_session_config_entry("session.qdq_matmulnbits_accuracy_level") == "4"
-    assert made.get_session_config_entry("session.x64quantprecision") == "1"
