@@ -152,9 +152,10 @@ def test_blocks_give_the_formula(w: Array) -> None:
 def test_decoding_is_within_half_a_step(w: Array) -> None:
     codes, scales, _ = quantize(w)
     back = codes * scales.astype(np.float64)
-    largest = np.abs(w).max(axis=0) > 3.4e38  # 127 steps may be beyond the largest float32 there
-    decoded = dequantize_columns(codes, scales)
-    assert np.array_equal(decoded[:, ~largest], back.astype(np.float32)[:, ~largest])
+    inside = np.abs(w).max(axis=0) <= 3.4e38  # 127 steps may be beyond the largest float32
+    with np.errstate(over="ignore"):
+        decoded = dequantize_columns(codes, scales)
+    assert np.array_equal(decoded[:, inside], back[:, inside].astype(np.float32))
     assert (np.abs(back - w) <= scales.astype(np.float64) * 0.5 * (1 + 1e-5)).all()
 
 
