@@ -201,7 +201,8 @@ for path in sys.argv[2:]:
         except OnnxpackError as error:
             codes.append(error.exit_code)
             assert error.render().isprintable() and len(error.render()) < 1500
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    status = open("/proc/self/status").read()
+    peak = int(status.split("VmHWM:")[1].split()[0]) // 1024
     found[path] = [codes, time.process_time() - spent, peak]
 print(json.dumps(found))
 """
