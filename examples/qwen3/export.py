@@ -81,7 +81,9 @@ class StackedCache:
         self.past = past
         self.present: list[torch.Tensor] = []
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, ...]:
         whole = tuple(torch.cat((self.past[2 * layer + i], new), dim=2) for i, new in enumerate((keys, values)))
         self.present += whole
         return whole
@@ -141,7 +143,9 @@ def make_model(weights: Path | None = None, tiny: bool = False, seed: int = 0) -
         )
     else:
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM._from_config(Qwen3Config(**(TINY if tiny else QWEN3_0_6B)), attn_implementation="eager")
+        model = Qwen3ForCausalLM._from_config(
+            Qwen3Config(**(TINY if tiny else QWEN3_0_6B)), attn_implementation="eager"
+        )
         model = model.float()
     return model.eval()
 
