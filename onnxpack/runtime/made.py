@@ -25,7 +25,7 @@ from onnxpack.formats.base import Encoded, FieldSpec, Format, Orientation
 from onnxpack.pack.container import Layout, create, layout
 from onnxpack.pack.manifest import TensorRecord
 from onnxpack.pack.read import Pack
-from onnxpack.plan import OWN_CODES
+from onnxpack.planning.records import OWN_CODES
 from onnxpack.quant.int8 import quantize_columns
 from onnxpack.quant.qdq import to_signed
 from onnxpack.threads import in_threads

@@ -11,7 +11,7 @@ import numpy as np
 from onnxpack.errors import PackError
 from onnxpack.pack.manifest import FieldRecord, TensorRecord
 from onnxpack.pack.read import Pack
-from onnxpack.plan import OWN_CODES
+from onnxpack.planning.records import OWN_CODES
 from onnxpack.quant.bounds import K_LIMIT_SYMMETRIC
 from onnxpack.quant.qdq import I64, column_sums, signed_zero_points
 from onnxpack.runtime.made import Arrays, make_operands
@@ -32,6 +32,19 @@ class Operand:
     scales_at: FieldRecord | None = None
     zero_points: I64 | None = None
     """Where any of them is not 0; shifted like the codes."""
+
+    def columns(self, chosen: slice) -> Operand:
+        """The operand of some columns."""
+        scales = self.scales[chosen] if self.scales.ndim else self.scales
+        points = self.zero_points
+        return Operand(
+            self.codes[:, chosen], scales, zero_points=points[chosen] if points is not None and points.ndim else points
+        )
+
+    def decoded(self) -> F32:
+        """The weight that it stands for, float32 [K, N]: (code - zero point) * scale, as DequantizeLinear has it."""
+        zero = 0 if self.zero_points is None else self.zero_points.astype(np.float32)
+        return np.asarray((self.codes.astype(np.float32) - zero) * self.scales, np.float32)
 
     @cached_property
     def column_sums(self) -> I64:

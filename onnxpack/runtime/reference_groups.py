@@ -18,7 +18,7 @@ from onnxpack.quant.qdq import (
 )
 from onnxpack.runtime.lower_groups import along
 from onnxpack.runtime.operands import Operand
-from onnxpack.types import Array
+from onnxpack.types import F32, Array
 
 
 def multiply_codes(x: Array, weight: Operand, group: QdqRecord, bias: Array | None) -> Array:
@@ -48,6 +48,15 @@ def multiply_codes(x: Array, weight: Operand, group: QdqRecord, bias: Array | No
         return requantize(acc, m, y.zero_point, y.dtype)
     values = np.asarray(dequantize(acc, multiplier(scale, weight.scales)) + bias)
     return values if y is None else quantize(values, np.float32(y.scale), y.zero_point, y.dtype)
+
+
+def codes_of(x: F32, group: QdqRecord) -> Array:
+    """The codes of activations that a DequantizeLinear made: x [..., K] / scale + zero point."""
+    scale, zero = (along(values, group.x_axis, np.float32) for values in (group.x_scale, group.x_zero_point))
+    limits = np.iinfo(str(group.x_dtype))
+    with np.errstate(all="ignore"):
+        codes = np.rint(x / scale) + zero
+    return np.asarray(np.clip(np.nan_to_num(codes), limits.min, limits.max), str(group.x_dtype))
 
 
 def _per_row(values: list[int], group: QdqRecord, x: Array) -> npt.NDArray[np.int64]:

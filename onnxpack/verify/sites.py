@@ -9,8 +9,8 @@ be as near as the manifest says it was when it was written.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +25,12 @@ from onnxpack.graph.constants import evaluate
 from onnxpack.graph.load import Model, load
 from onnxpack.graph.sites import Site, find_sites
 from onnxpack.graph.tensors import TensorStore
-from onnxpack.pack.manifest import TensorRecord
+from onnxpack.pack.manifest import QdqRecord, TensorRecord
 from onnxpack.pack.read import Pack
+from onnxpack.planning.records import OWN_CODES
 from onnxpack.runtime.operands import Operand, operand
 from onnxpack.runtime.reference import multiply
+from onnxpack.runtime.reference_groups import codes_of, multiply_codes
 from onnxpack.runtime.session import basic_options
 from onnxpack.types import F32, Array
 from onnxpack.verify.inputs import Feed
@@ -123,6 +125,7 @@ def site_errors(pack: Pack, model: str | Path, feeds: Sequence[Feed]) -> list[Si
     loaded = load(model)
     sites = {site.path: site for site in find_sites(loaded)}
     by_weight: dict[str, list[tuple[Site, SiteError]]] = {}
+    groups = {record.path: record.qdq for record in pack.manifest.sites}
     errors = []
     for record in pack.manifest.sites:
         if record.weight is None:
@@ -136,12 +139,17 @@ def site_errors(pack: Pack, model: str | Path, feeds: Sequence[Feed]) -> list[Si
     activations = _activations(loaded, visible, feeds[:MEASURED_RUNS]) if visible else []
     store = TensorStore(loaded.regions)
     for name, users in by_weight.items():
-        _measure(pack, name, users, store, activations)
+        _measure(pack, name, users, store, activations, groups)
     return errors
 
 
 def _measure(
-    pack: Pack, name: str, users: list[tuple[Site, SiteError]], store: TensorStore, activations: list[dict[str, F32]]
+    pack: Pack,
+    name: str,
+    users: list[tuple[Site, SiteError]],
+    store: TensorStore,
+    activations: list[dict[str, F32]],
+    groups: Mapping[str, QdqRecord | None],
 ) -> None:
     """All sites of one weight: it is decoded once, and let go."""
     record, weight = pack.tensors[name], operand(pack, name)
@@ -151,11 +159,13 @@ def _measure(
         error.recorded_rms = record.error.get("relative_rms")
         for values in activations:
             if not error.in_body and site.a is not None:
-                _one(site, error, values[site.a.name or ""], w, weight)
+                _one(site, error, values[site.a.name or ""], w, weight, groups[site.path])
 
 
 def stored_matrix(pack: Pack, record: TensorRecord) -> F32:
     """A packed weight as its format decodes it, float32 [K, N]."""
+    if record.format == OWN_CODES:
+        return operand(pack, record.name).decoded()
     form = formats.get(record.format, **record.params)
     transposed = form.orientation is formats.Orientation.NK
     shape = record.shape[::-1] if transposed else record.shape
@@ -181,18 +191,26 @@ def relative_rms(reference: Array, found: F32) -> float:
     return math.sqrt(residual / energy)
 
 
-def _one(site: Site, error: SiteError, x: F32, w: F32, weight: Operand) -> None:
+def _one(site: Site, error: SiteError, x: F32, w: F32, weight: Operand, group: QdqRecord | None) -> None:
     a = x.T if site.transposed_a else x
-    a = np.ascontiguousarray(a.reshape(-1, w.shape[0]))
-    error.rows += len(a)
-    if not len(a):
+    rows = np.ascontiguousarray(a.reshape(-1, w.shape[0]))
+    error.rows += len(rows)
+    if not len(rows):
         return
-    band = max(1, _BAND_BYTES // (4 * max(len(a), w.shape[0])))
+    product = _product(a, rows, group)
+    band = max(1, _BAND_BYTES // (4 * max(len(rows), w.shape[0])))
     for start in range(0, w.shape[1], band):
         columns = slice(start, start + band)
         with np.errstate(over="ignore", invalid="ignore"):
-            part = Operand(weight.codes[:, columns], weight.scales[columns])
-            error.add(a @ w[:, columns], multiply(a, part))
+            error.add(rows @ w[:, columns], product(weight.columns(columns)))
+
+
+def _product(a: F32, rows: F32, group: QdqRecord | None) -> Callable[[Operand], F32]:
+    """What the devices compute at a site before bias and rounding, as a matrix."""
+    if group is None or group.x is None:
+        return lambda weight: multiply(rows, weight)
+    codes, bare = codes_of(a, group), replace(group, bias=None, requantize=None)
+    return lambda weight: multiply_codes(codes, weight, bare, None).reshape(len(rows), -1)
 
 
 def _matrix(site: Site, store: TensorStore) -> Array:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
+from qdq_models import Group, Quantized, codes
 
+import onnxpack
 from onnxpack.errors import UsageError
 from onnxpack.pack.read import open_pack
 from onnxpack.quant.int8 import quantize_columns
@@ -168,3 +170,38 @@ def test_the_loss_of_storing_is_told_apart_from_the_error_of_the_product(form: s
         assert error.weight_rms is not None
         assert (error.weight_rms > 0.02) == (form == "q4nx")
         assert error.weight_rms == pytest.approx(error.recorded_rms, rel=0.01)
+
+
+@pytest.mark.parametrize("form", ["plain", "rows", "uint8", "transposed", "weight only"])
+def test_groups_are_compared_by_their_own_codes(form: str, tmp_path: Any) -> None:
+    """What the devices multiply is exact, so only float32 rounding is left; a weight that is not its own shows."""
+    rng = np.random.default_rng(1)
+    x = Quantized(codes(rng, (6, 24), np.int8), np.float32(0.02), np.int8(-9))
+    w = Quantized(codes(rng, (24, 10), np.int8), np.full(10, 0.01, np.float32), axis=1)
+    group = Group(x, w, np.float32(0.1), np.int8(3), bias=np.ones(10, np.float32))
+    if form == "rows":
+        group = group.but(x=Quantized(x.codes, np.linspace(0.01, 0.02, 6, dtype=np.float32), axis=0))
+    if form == "uint8":
+        w8 = Quantized(codes(rng, (24, 10), np.uint8), np.full(10, 0.01, np.float32), codes(rng, (10,), np.uint8), 1)
+        group = group.but(w=w8)
+    if form == "transposed":
+        group = group.but(op="Gemm", trans_a=True, x=Quantized(x.codes.T.copy(), x.scale, x.zero))
+    proto = group.model()
+    if form == "weight only":
+        [dequantize] = [n for n in proto.graph.node if n.name == "DequantizeLinear_x"]
+        dequantize.op_type, dequantize.input[:] = "Cast", ["x"]
+        dequantize.attribute.append(helper.make_attribute("to", TensorProto.FLOAT))
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    onnxpack.build(tmp_path / "m.onnx", tmp_path / "m.pack")
+    [error] = site_errors(open_pack(tmp_path / "m.pack"), tmp_path / "m.onnx", [group.feed()])
+    assert (error.rows, error.weight_rms) == (6, 0)
+    assert error.max_rel is not None
+    assert error.max_rel < (0.02 if form == "weight only" else 1e-6)
+    store = tmp_path / "m.pack" / "weights.safetensors"
+    data = bytearray(store.read_bytes())
+    place = open_pack(tmp_path / "m.pack").manifest.tensors[0].fields["codes"]
+    data[place.offset] ^= 0x40
+    store.write_bytes(data)
+    [error] = site_errors(open_pack(tmp_path / "m.pack"), tmp_path / "m.onnx", [group.feed()])
+    assert error.weight_rms is not None
+    assert error.failures(0.02) != []
