@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -71,7 +70,7 @@ def _map(region: Region, dtype: np.dtype[np.generic], shape: tuple[int, ...]) ->
     if not region.nbytes:
         return np.empty(shape, dtype)
     try:
-        return np.memmap(Path(region.file), dtype, "r", region.offset, shape)
+        return np.memmap(region.file, dtype, "r", region.offset, shape)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot be mapped: {error}", where=region.file) from None
 

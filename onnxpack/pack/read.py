@@ -49,7 +49,8 @@ class Pack:
         dtype = dtype_of(record.dtype, where=str(self.path))
         if not record.nbytes:
             return np.empty(record.shape, dtype)
-        return np.memmap(self.path / record.file, dtype, "r", record.offset, tuple(record.shape))
+        # as text: numpy resolves path objects, which needs parents that may be listed
+        return np.memmap(str(self.path / record.file), dtype, "r", record.offset, tuple(record.shape))
 
 
 def open_pack(path: str | Path, check: Literal["headers", "full"] = "headers") -> Pack:

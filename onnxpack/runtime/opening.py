@@ -39,7 +39,7 @@ class Opener:
 
         What it refuses at a higher optimization level is opened at ORT_ENABLE_BASIC, if it can be.
         """
-        options = session_options(self.options, str(self.folder.resolve()))
+        options = session_options(self.options, str(self.folder.absolute()))
         owners: list[Any] = []
         for name, array in ({} if lowered is None else lowered.arrays).items():
             value = ort.OrtValue.ortvalue_from_numpy(array)

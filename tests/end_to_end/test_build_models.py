@@ -552,3 +552,21 @@ def test_error_figures_of_the_manifest_are_those_of_the_bytes(tmp_path: Path) ->
     exact = np.sqrt(np.square(w.astype("f8") - decoded).sum() / np.square(w.astype("f8")).sum())
     figure = manifest["tensors"][0]["error"]["relative_rms"]
     assert figure == float(f"{exact:.4g}")
+
+
+@pytest.mark.parametrize("device", ["host", "reference"])
+def test_a_pack_loads_where_parents_may_not_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any
+) -> None:
+    import os
+
+    build(matmul(), tmp_path / "p")
+
+    def forbidden(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "not allowed")
+
+    with monkeypatch.context() as walled:
+        walled.setattr(os.path, "realpath", forbidden)
+        walled.setattr(Path, "resolve", forbidden)
+        found = onnxpack.load(tmp_path / "p", device).run(None, {"x": normal(3, 48)})[0]
+    assert found.shape == (3, 80)
