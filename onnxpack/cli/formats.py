@@ -67,6 +67,10 @@ def _print_details(about: dict[str, Any]) -> None:
         click.echo(f"\nblock: {block['values']} values, {block['bytes']} bytes of codes and scales (bit 7 first):")
         for line in about["block"]["layout"]:
             click.echo(f"  {line}")
+    for line in about.get("layout", []):
+        click.echo(line)
     click.echo()
     click.echo(f"source: {about['source'] or 'this project'}")
     click.echo(f"the source document differs: {about['differs'] or 'no'}")
+    if about["refusal"]:
+        click.echo(f"not in packs: {about['refusal']}")

@@ -141,10 +141,19 @@ class Format(ABC):
     takes_any_float: ClassVar[bool] = False
     """Whether encode_into converts float16, bfloat16 and float64 itself, a block at a time."""
 
+    refusal: str = ""
+    """Why a pack cannot hold weights in it: nothing encodes them, or a decoded weight alone is not what is stored."""
+    has_decoder: bool = True
+    """Whether `decoder` can be written with standard operators."""
+
     @property
     def params(self) -> Mapping[str, Any]:
         """Parameters that differ between instances of the class, JSON values."""
         return {}
+
+    def profile_for(self, shape: tuple[int, ...]) -> Any:
+        """The profile for weights of a shape: `profile`, unless runs of codes depend on the number of columns."""
+        return self.profile
 
     @abstractmethod
     def fields(self, shape: tuple[int, ...]) -> dict[str, FieldSpec]:

@@ -90,11 +90,11 @@ class Declared(Format):
         decoded: F32 = evaluate(self.profile, NumpyOps(g, fields, chunk, codes)).reshape(x.shape[0], -1)
         valid = g.valid(chunk)
         values = x.reshape(x.shape[0], -1)[:, :valid]
-        lost = _square_sum(values - decoded[:, :valid])
+        lost = square_sum(values - decoded[:, :valid])
         if not np.isfinite(lost):
             top = np.abs(values).max()
             raise ModelError(f"weight value {top:g} is too large for format {self.name}", hint="choose another format")
-        return lost, _square_sum(values)
+        return lost, square_sum(values)
 
     def _blank_filling(self, codes: Codes, x: F32, valid: int) -> None:
         """Codes of the zeros that fill a cut block are stored as 0."""
@@ -191,6 +191,7 @@ def keep_freed_memory() -> None:
     np.empty(_ONE_FREED_BLOCK, np.uint8)
 
 
-def _square_sum(values: F32) -> float:
+def square_sum(values: F32) -> float:
+    """Sum of squares in float64."""
     flat = values.reshape(-1)
     return float(np.add.reduce(np.multiply(flat, flat, dtype=np.float64)))

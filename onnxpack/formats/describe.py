@@ -9,16 +9,19 @@ bytes 64-65: d = FLOAT16
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from onnxpack.formats.base import Format
 from onnxpack.formats.datatypes import DataType
-from onnxpack.formats.layout import BitPart, BitView, BlockField, BlockLayout, Per, dense
+from onnxpack.formats.layout import BitPart, BitView, BlockField, BlockLayout, Per, Role, dense
 from onnxpack.formats.registry import get, names
+from onnxpack.formats.tensor_numpy import steps, without_copies
+from onnxpack.formats.tensors import JoinView, Sizes, SumView, TensorLayout, TensorView
 
 SAMPLE = (4096, 4096)
 """The shape that figures are given for."""
@@ -34,7 +37,7 @@ def summary(made: Format) -> dict[str, Any]:
         "bits_per_weight": 8 * total / (SAMPLE[0] * SAMPLE[1]),
         "encode": made.encodes,
         "decode": True,
-        "onnx_decoder": True,
+        "onnx_decoder": made.has_decoder,
     }
 
 
@@ -61,15 +64,73 @@ def details(name: str) -> dict[str, Any]:
         "tensors": tensors,
         "source": made.source,
         "differs": made.differs,
+        "refusal": made.refusal,
     }
     if made.profile is None:
         return about
     from onnxpack.formats.functions import structure
     from onnxpack.formats.profile_json import to_data
 
-    layout = made.profile.block
+    profile = made.profile_for(SAMPLE)
+    about |= {"profile": to_data(profile), "structure": to_data(structure(made, SAMPLE))}
+    if profile.tensors is not None:
+        return {**about, "layout": tensor_drawing(profile.tensors)}
+    layout = profile.block
     block = {"values": layout.block_size, "bytes": layout.bytes_per_block, "layout": drawing(layout)}
-    return {**about, "block": block, "profile": to_data(made.profile), "structure": to_data(structure(made, SAMPLE))}
+    return {**about, "block": block}
+
+
+_UNIT = "unit of bytes"
+
+
+def tensor_drawing(layout: TensorLayout, shape: tuple[int, int] = SAMPLE) -> list[str]:
+    """Lines: for every view its field, the bytes of one unit (bit 7 first), and where its codes stand in the weight."""
+    sizes = layout.at({"N": shape[0], "K": shape[1]})
+    lines = []
+    for view in layout.views:
+        if isinstance(view, SumView):
+            lines.append(f"{view.name} = " + " + ".join(f"{factor} * {term}" for term, factor in view.terms))
+        elif isinstance(view, JoinView):
+            lines.append(f"{view.name} = one after the other: " + ", ".join(f"{run} + {by}" for run, by in view.runs))
+        else:
+            lines += _view_lines(view, layout, sizes)
+    if layout.order:
+        lines.append(f"column k of the weight is decoded column {layout.order}[k]")
+    if layout.outliers is not None:
+        where = layout.outliers
+        lines.append(f"added: {where.values} at {where.columns}, row by row as {where.offsets} say")
+    return lines
+
+
+def _view_lines(view: TensorView, layout: TensorLayout, sizes: Sizes) -> Iterator[str]:
+    f = layout.stored(view.field)
+    dims = ", ".join(f.dims)
+    spread = f", gathered by {view.index}" if view.index else ", repeated over its group" if view.repeat else ""
+    if not view.coded:
+        yield f"{view.name}: {f.name} {f.data_type.name} [{dims}] as {' -> '.join(view.stages)}{spread}"
+        return
+    total = math.prod(sizes.dims(f.dims)) * f.data_type.storage.itemsize
+    plan = steps(view, sizes, total, layout.frame)
+    unit = len(view.shuffle) or plan.first.merged[-1]
+    groups = view.stages[1]
+    lead = groups[: groups.rindex("(")] if groups.endswith(")") else groups.rpartition(" ")[0]
+    order = ", last word first, then the last word again" if view.shuffle else ""
+    start = f", from byte {view.start}" if view.start != "0" else ""
+    stored = f"{f.name} {f.data_type.name} [{dims}]{start}"
+    yield f"{view.name}: {stored} as {view.stages[0]}; for each {lead.strip()}{order}"
+    if view.shuffle:
+        part = view.parts[0]
+        first = f"{part.bit_offset} - {-part.strides[-1]} t"
+        yield f"  {view.name}[t] = {part.bit_width} bits from bit {first} on: they overlap"
+        yield f"  {view.name}: {view.stages[2]} -> {view.stages[3]}"
+        return
+    bits = without_copies(view.bits)
+    parts = tuple(replace(part, field=_UNIT) for part in bits.parts)
+    bits = replace(bits, parts=parts, digit_parts=tuple(replace(part, field=_UNIT) for part in bits.digit_parts))
+    one = BlockField(Role.CODE, 0, 8, unit, DataType.UINT8, _UNIT)
+    block = BlockLayout(1, unit, (one,), (bits,))
+    yield from (f"  {line.replace(f'{_UNIT} = ', '')}" for line in _lines(one, block))
+    yield f"  {bits.name}: {view.stages[2]} -> {view.stages[3]}{spread}"
 
 
 @dataclass(frozen=True)

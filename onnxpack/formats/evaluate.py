@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnxpack.errors import UsageError
-from onnxpack.formats.datatypes import float_table
+from onnxpack.formats.datatypes import DataType, float_table
 from onnxpack.formats.layout import BlockField, Per, Role
 from onnxpack.formats.profiles import (
     Codebook,
@@ -25,6 +25,7 @@ from onnxpack.formats.profiles import (
     QuantizationProfile,
     StructuredBlockUniform,
 )
+from onnxpack.formats.rules import rule_table
 
 V = TypeVar("V")
 F32 = npt.NDArray[np.float32]
@@ -66,13 +67,31 @@ class Ops(Protocol[V]):
     def subtract(self, a: V, b: V) -> V:
         """a - b."""
 
+    def maximum(self, a: V, b: V) -> V:
+        """The larger one."""
+
     def constant(self, value: float) -> V:
         """A float32 scalar."""
 
 
+class TensorOps(Ops[V], Protocol[V]):
+    """What decoders of whole tensors need besides; values have the shape of the layout's frame."""
+
+    def take(self, table: V, index: V) -> V:
+        """table[index] of a stored table; a table of vectors adds a last axis."""
+
+    def half(self, value: V) -> V:
+        """float32 values rounded to float16."""
+
+
 def evaluate(profile: QuantizationProfile, ops: Ops[V]) -> V:
-    """Decoded values [rows, blocks, block_size] of a profile that has a layout."""
+    """Decoded values [rows, blocks, block_size] of a profile that has a block layout."""
     return _Evaluation(profile, ops).run()
+
+
+def evaluate_tensors(profile: QuantizationProfile, ops: TensorOps[V]) -> V:
+    """Decoded values in the frame of a profile's tensor layout, before outliers, order, rotations and diagonals."""
+    return _TensorEvaluation(profile, ops).value()
 
 
 class _Evaluation(Generic[V]):
@@ -83,20 +102,22 @@ class _Evaluation(Generic[V]):
         self.groups = _groups(profile)
 
     def run(self) -> V:
+        return self.ops.reshape(self.value(), (self.layout.block_size,))
+
+    def value(self) -> V:
+        """The values, in groups."""
         leaf = self.profile.leaf.value
         if isinstance(leaf, StructuredBlockUniform):
-            value = self.structured(leaf)
-        elif isinstance(leaf, LinearUniform):
-            value = self.linear(leaf)
-        elif isinstance(leaf, Codebook):
-            value = self.codebook(leaf)
-        elif isinstance(leaf, FloatingPointUniform):
-            value = self.floating(leaf)
-        elif isinstance(leaf, LogUniform):
-            value = self.log(leaf)
-        else:
-            raise UsageError(f"a {self.profile.leaf.kind} profile has no decoder of its own")
-        return self.ops.reshape(value, (self.layout.block_size,))
+            return self.structured(leaf)
+        if isinstance(leaf, LinearUniform):
+            return self.linear(leaf)
+        if isinstance(leaf, Codebook):
+            return self.codebook(leaf)
+        if isinstance(leaf, FloatingPointUniform):
+            return self.floating(leaf)
+        if isinstance(leaf, LogUniform):
+            return self.log(leaf)
+        raise UsageError(f"a {self.profile.leaf.kind} profile has no decoder of its own")
 
     def frame(self, value: V) -> V:
         """[.., block_size] as [.., groups, values per group], so that parameters broadcast."""
@@ -105,19 +126,35 @@ class _Evaluation(Generic[V]):
     def parameter(self, p: Parameter) -> V:
         """A parameter as [.., groups or 1, 1]."""
         ops = self.ops
-        value = ops.table(padded(p.levels), ops.codes(p.field)) if p.levels else ops.numbers(p.field)
-        value = ops.reshape(value, (_count(self.layout.find(p.field)), 1))
+        value = ops.table(padded(p.levels, p.vector), ops.codes(p.field)) if p.levels else ops.numbers(p.field)
+        value = self.grouped(value, p.field)
+        if p.factor != 1:
+            value = self.rounded(ops.multiply(value, ops.constant(p.factor)))
+        if p.least:
+            value = ops.maximum(value, ops.constant(p.least))
+        if p.inverse:
+            value = self.rounded(ops.divide(ops.constant(1), value))
         if p.offset:
-            value = ops.subtract(value, ops.constant(p.offset))
+            value = self.rounded(ops.subtract(value, ops.constant(p.offset)))
+        if p.minus is not None:
+            value = self.rounded(ops.subtract(value, self.parameter(p.minus)))
         if p.parent is not None:
             parent = self.parameter(p.parent)
-            value = ops.divide(value, parent) if p.divide else ops.multiply(value, parent)
-        return ops.add(value, self.parameter(p.bias)) if p.bias is not None else value
+            value = self.rounded(ops.divide(value, parent) if p.divide else ops.multiply(value, parent))
+        return self.rounded(ops.add(value, self.parameter(p.bias))) if p.bias is not None else value
+
+    def grouped(self, value: V, field: str) -> V:
+        """Numbers of a field as [.., groups or 1, 1]."""
+        return self.ops.reshape(value, (_count(self.layout.find(field)), 1))
+
+    def rounded(self, value: V) -> V:
+        """A step's result, in the precision that the format computes in."""
+        return value
 
     def scaled(self, value: V, leaf: LinearUniform | Codebook | FloatingPointUniform) -> V:
         ops = self.ops
         if leaf.scale is not None:
-            return ops.multiply(value, self.parameter(leaf.scale))
+            return self.rounded(ops.multiply(value, self.parameter(leaf.scale)))
         if not isinstance(leaf, FloatingPointUniform):
             if leaf.scale_float is not None:
                 return ops.multiply(value, ops.constant(leaf.scale_float))
@@ -131,7 +168,7 @@ class _Evaluation(Generic[V]):
             raise UsageError("float codes are a floating_point profile's")
         value = self.frame(ops.to_float(ops.codes(leaf.codes), leaf.bits if leaf.storage_type.signed else 0))
         if leaf.zero is not None:
-            value = ops.subtract(value, self.parameter(leaf.zero))
+            value = self.rounded(ops.subtract(value, self.parameter(leaf.zero)))
         elif leaf.zero_point:
             value = ops.subtract(value, ops.constant(leaf.zero_point))
         value = self.scaled(value, leaf)
@@ -139,8 +176,8 @@ class _Evaluation(Generic[V]):
 
     def codebook(self, leaf: Codebook) -> V:
         ops = self.ops
-        if leaf.num_codebooks > 1:
-            raise UsageError("additive codebooks have a decoder of their own")
+        if leaf.num_codebooks > 1 and not leaf.stored:
+            raise UsageError("additive codebooks are evaluated where they are stored tensors")
         value = self.frame(self.entries(leaf))
         if leaf.shift is not None:
             value = ops.add(value, self.parameter(leaf.shift))
@@ -148,6 +185,8 @@ class _Evaluation(Generic[V]):
 
     def entries(self, leaf: Codebook) -> V:
         ops = self.ops
+        if leaf.rule:
+            return ops.table(rule_table(leaf.rule), ops.codes(leaf.codes))
         line = straight(leaf.codebook_data) if leaf.vector_size <= 1 else None
         if line is None:
             return ops.table(padded(leaf.codebook_data, leaf.vector_size), ops.codes(leaf.codes))
@@ -194,6 +233,33 @@ class _Evaluation(Generic[V]):
         chunks = self.layout.block_size // s.group_size
         value = ops.reshape(value, (chunks, s.group_size // s.vector_size, s.vector_size))
         return ops.permute(value, (0, 2, 1))
+
+
+class _TensorEvaluation(_Evaluation[V]):
+    """The same steps where views already have the frame's shape: nothing is grouped, parameters broadcast."""
+
+    def __init__(self, profile: QuantizationProfile, ops: TensorOps[V]) -> None:
+        self.profile, self.ops, self.tensors = profile, ops, ops
+        self.half = profile.leaf.data_type is DataType.FLOAT16
+
+    def frame(self, value: V) -> V:
+        return value
+
+    def grouped(self, value: V, field: str) -> V:
+        return value
+
+    def rounded(self, value: V) -> V:
+        return self.tensors.half(value) if self.half else value
+
+    def entries(self, leaf: Codebook) -> V:
+        if not leaf.stored:
+            return super().entries(leaf)
+        ops, total = self.tensors, None
+        for i in range(max(1, leaf.num_codebooks)):
+            one = ops.take(ops.numbers(f"{leaf.stored}[{i}]"), ops.codes(f"{leaf.codes}[{i}]"))
+            total = one if total is None else ops.add(total, one)
+        assert total is not None
+        return total
 
 
 def _groups(profile: QuantizationProfile) -> int:

@@ -5,6 +5,7 @@ A function takes the stored fields by name and gives the weight; constants are n
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ def decoder_function(made: Format, shape: tuple[int, ...], opset: int = OPSET) -
 
 def has_encoder_function(made: Format) -> bool:
     """Whether `encoder_function` can be written: plain int8 codes with absolute-maximum scales."""
-    leaf = made.profile.value if made.profile is not None else None
+    if made.profile is None or made.profile.layout is None:
+        return False
+    leaf = made.profile.value
     return isinstance(leaf, LinearUniform) and leaf.storage_type.native and made.encodes
 
 
@@ -83,9 +86,10 @@ def structure(made: Format, shape: tuple[int, ...], opset: int = OPSET) -> Struc
     )
     decoder = Function(DOMAIN, _name("Decode", made), opset)
     name = f"{made.name.upper()}_{'X'.join(map(str, shape))}"
-    return to_structure(made.profile, shape, name, decoder, encoder)
+    return to_structure(made.profile_for(shape), shape, name, decoder, encoder)
 
 
 def _name(verb: str, made: Format) -> str:
     """Decode_matmulnbits_4_32_True_float16: one name for one set of parameters."""
-    return "_".join([verb, made.name, *map(str, made.params.values())])
+    words = "_".join([verb, made.name, *map(str, made.params.values())])
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", words)

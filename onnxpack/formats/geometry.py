@@ -125,15 +125,21 @@ def stored_count(f: BlockField) -> int:
     return f.count if f.data_type.native else f.nbytes
 
 
-def geometry(profile: QuantizationProfile, shape: tuple[int, ...], name: str) -> Geometry:
-    """Lay the blocks of a profile over a weight [N, K]. UsageError, naming the format, where they do not fit."""
-    layout = profile.block
-    assert layout is not None
+def matrix(shape: tuple[int, ...], name: str) -> tuple[int, int]:
+    """(N, K). UsageError, naming the format, unless the shape is that of a matrix."""
     if len(shape) != 2:
         raise UsageError(f"format {name} takes a matrix [N, K], not shape {list(shape)}")
     n, k = (int(d) for d in shape)
     if n < 1 or k < 1 or n * k >= 1 << 48:
         raise UsageError(f"format {name} cannot store shape {list(shape)}", hint="every dimension is at least 1")
+    return n, k
+
+
+def geometry(profile: QuantizationProfile, shape: tuple[int, ...], name: str) -> Geometry:
+    """Lay the blocks of a profile over a weight [N, K]. UsageError, naming the format, where they do not fit."""
+    layout = profile.block
+    assert layout is not None
+    n, k = matrix(shape, name)
     flat = not profile.by_row
     rows, width = (1, n * k) if flat else (n, k)
     if width % layout.block_size and not profile.partial:

@@ -18,6 +18,7 @@ from enum import StrEnum
 
 from onnxpack.formats.datatypes import DataType
 from onnxpack.formats.layout import BlockField, BlockLayout, Role, StorageOrder, require
+from onnxpack.formats.rules import RULES
 
 
 class Rounding(StrEnum):
@@ -30,10 +31,11 @@ class Rounding(StrEnum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A serialized scale, zero point or minimum (extension): (stored - offset, or levels[stored]) * parent + bias.
+    """A serialized scale, zero point or minimum (extension): (stored * factor - offset - minus) * parent + bias.
 
-    `field` names a field or view of the layout. `parent` is a coarser parameter that multiplies it, or that it is
-    divided by (`divide`); `levels` is a codebook for the stored number.
+    `field` names a field or view of the layout. `levels` is a codebook for the stored number (of vectors, `vector`
+    long); `least`, if not 0, replaces smaller numbers; `inverse`: 1 / stored is meant; `parent` is a coarser parameter
+    that multiplies it, or that it is divided by (`divide`).
     """
 
     field: str
@@ -42,16 +44,25 @@ class Parameter:
     parent: Parameter | None = None
     divide: bool = False
     bias: Parameter | None = None
+    factor: float = 1.0
+    minus: Parameter | None = None
+    inverse: bool = False
+    vector: int = 0
+    least: float = 0.0
 
     def __post_init__(self) -> None:
         require(bool(self.field), "field", "a parameter names a field")
         require(math.isfinite(self.offset), "offset", "not finite")
+        require(math.isfinite(self.factor), "factor", "not finite")
+        require(math.isfinite(self.least) and self.least >= 0, "least", f"{self.least} is negative or not finite")
+        whole = self.vector >= 0 and len(self.levels) % max(1, self.vector) == 0
+        require(whole, "vector", f"{len(self.levels)} levels are not vectors of {self.vector}")
         require(not (self.divide and self.parent is None), "divide", "nothing to divide by")
 
     def walk(self, path: str) -> Iterator[tuple[str, Parameter]]:
         """This parameter and those it refers to, with their paths."""
         yield path, self
-        for name, other in (("parent", self.parent), ("bias", self.bias)):
+        for name, other in (("parent", self.parent), ("bias", self.bias), ("minus", self.minus)):
             if other is not None:
                 yield from other.walk(f"{path}.{name}")
 
@@ -124,10 +135,11 @@ class Codebook:
     """value = (sum over codebooks of entry[index] + shift) * scale; entries are vectors of `vector_size` values.
 
     `index_bits` 0 means base-N digits, whose order the layout's DigitPart states. Extensions: `scale` and `shift` as
-    serialized parameters, `codes`.
+    serialized parameters, `codes`; `stored`: entries are tensors of the weight, views stored[0], stored[1], ... with
+    indices codes[0], codes[1], ...; `rule`: they follow from a closed form.
     """
 
-    codebook_data: tuple[float, ...]
+    codebook_data: tuple[float, ...] = ()
     scale_float: float | None = None
     scale_int: int | None = None
     packed_count: int = 0
@@ -139,18 +151,16 @@ class Codebook:
     scale: Parameter | None = None
     shift: Parameter | None = None
     codes: str = "indices"
+    stored: str = ""
+    rule: str = ""
 
     def __post_init__(self) -> None:
         counts = (self.num_codebooks, self.codebook_size, self.vector_size, self.index_bits)
         require(min(counts) >= 0, "num_codebooks", "counts are not negative")
         require(all(map(math.isfinite, self.codebook_data)), "codebook_data", "not finite")
-        books, size = max(1, self.num_codebooks), self.size
-        fits = books * size * max(1, self.vector_size) == len(self.codebook_data) > 0
-        require(
-            fits,
-            "codebook_data",
-            f"{len(self.codebook_data)} values are not {books} x {size} x {self.vector_size or 1}",
-        )
+        require(not self.rule or self.rule in RULES, "rule", f"{self.rule!r} is not one of {', '.join(RULES)}")
+        self._check_entries()
+        size = self.size
         reach = 1 << self.index_bits
         require(
             not self.index_bits or size <= reach, "index_bits", f"{self.index_bits} bits do not reach {size} entries"
@@ -160,6 +170,16 @@ class Codebook:
         digits = self.index_bits or not count or size**count <= 256**nbytes
         require(bool(digits), "packed_count", f"{count} digits of base {size} do not fit {nbytes} bytes")
         _one_scale(self.scale_float, self.scale_int, self.scale)
+
+    def _check_entries(self) -> None:
+        books, size, have = max(1, self.num_codebooks), self.size, len(self.codebook_data)
+        if self.stored or self.rule:
+            alone = have == 0 and bool(self.stored) != bool(self.rule)
+            require(alone, "codebook_data", "entries are listed, stored or made by a rule, one of the three")
+            require(self.codebook_size > 0, "codebook_size", "entries that are not listed have a number")
+            return
+        fits = books * size * max(1, self.vector_size) == have > 0
+        require(fits, "codebook_data", f"{have} values are not {books} x {size} x {self.vector_size or 1}")
 
     @property
     def size(self) -> int:

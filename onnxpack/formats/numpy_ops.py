@@ -179,5 +179,8 @@ class NumpyOps:
     def subtract(self, a: Any, b: Any) -> Any:
         return a - b
 
+    def maximum(self, a: Any, b: Any) -> Any:
+        return np.maximum(a, b)
+
     def constant(self, value: float) -> Any:
         return np.float32(value)

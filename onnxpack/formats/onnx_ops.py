@@ -62,12 +62,12 @@ class Graph:
             self.constants[key] = numpy_helper.from_array(array, f"const_{len(self.constants)}")
         return str(self.constants[key].name)
 
-    def decoder(self, output: str) -> Decoder:
+    def decoder(self, output: str, name: str = OUTPUT) -> Decoder:
         """What was collected; the last node's output takes the fixed name, so that no Identity is needed."""
         last = self.nodes[-1]
         assert last.output[0] == output
-        last.output[0] = OUTPUT
-        return Decoder(tuple(self.nodes), OUTPUT, tuple(self.constants.values()))
+        last.output[0] = name
+        return Decoder(tuple(self.nodes), name, tuple(self.constants.values()))
 
 
 class OnnxOps:
@@ -328,6 +328,9 @@ class OnnxOps:
 
     def subtract(self, a: Tensor, b: Tensor) -> Tensor:
         return self._binary("Sub", a, b)
+
+    def maximum(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._binary("Max", a, b)
 
     def constant(self, value: float) -> Tensor:
         return self._const(np.array(value, np.float32))

@@ -28,6 +28,7 @@ from onnxpack.formats.kinds import (
     StructuredBlockUniform,
 )
 from onnxpack.formats.layout import BlockLayout, Per, ProfileError, StorageOrder, require
+from onnxpack.formats.tensors import TensorLayout
 
 __all__ = [
     "KINDS",
@@ -126,7 +127,7 @@ class Side(StrEnum):
 class Rotation:
     """A rotation of one side. Extensions: `side`, `block_size` (0: the whole side), `signs` (a field of +-1).
 
-    A Hadamard size is a power of two times a size with a tabulated matrix.
+    A Hadamard size is a power of two times a size with a tabulated matrix; dims of 0: the side's own extent.
     """
 
     matrix_type: RotationType
@@ -137,7 +138,7 @@ class Rotation:
     signs: str = ""
 
     def __post_init__(self) -> None:
-        require(len(self.dims) in (1, 2) and min(self.dims) >= 1, "dims", f"{list(self.dims)} is not a size")
+        require(len(self.dims) in (1, 2) and min(self.dims) >= 0, "dims", f"{list(self.dims)} is not a size")
         require(len(set(self.dims)) == 1, "dims", "a rotation is square")
         plain = self.matrix_type is RotationType.PLAIN
         require(plain == (self.matrix_index is not None), "matrix_index", "given for PLAIN, absent for HADAMARD")
@@ -188,7 +189,9 @@ class QuantizationProfile:
     """How a tensor is quantized: one kind, the decoded element type, notes, rotations around it.
 
     Extensions: `layout`, the physical block (of one tile; of `packed_count` values where nothing is tiled), with its
-    `storage_order`; `partial`: the last block of a row (of the tensor, when flattened) may be cut short; diagonals.
+    `storage_order`; `partial`: the last block of a row (of the tensor, when flattened) may be cut short; or `tensors`,
+    the layout of the whole. Diagonals. What is `pre_` was done before quantizing and is undone by the decoder; what is
+    `post_` the decoder does.
     """
 
     linear: LinearUniform | None = None
@@ -210,6 +213,7 @@ class QuantizationProfile:
     post_rotation: Rotation | None = None
     pre_scaling: Diagonal | None = None
     post_scaling: Diagonal | None = None
+    tensors: TensorLayout | None = None
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
@@ -222,6 +226,9 @@ class QuantizationProfile:
         if self.layout is not None:
             self._check_layout(self.layout)
             self._check_names(self.layout)
+        if self.tensors is not None:
+            require(self.block is None, "tensors", "a layout of blocks or of whole tensors, one of the two")
+            self._check_names(self.tensors)
 
     @property
     def kind(self) -> str:
@@ -280,7 +287,7 @@ class QuantizationProfile:
             except ProfileError as error:
                 raise ProfileError(f"layout.{error.path}", error.what) from None
 
-    def _check_names(self, layout: BlockLayout) -> None:
+    def _check_names(self, layout: BlockLayout | TensorLayout) -> None:
         leaf = self.leaf.value
         path = ".".join(self.chain)
         slots = dict(getattr(leaf, "parameters", {}))
@@ -289,5 +296,6 @@ class QuantizationProfile:
                 require(layout.find(one.field) is not None, f"{at}.field", f"the layout has no {one.field!r}")
         for slot in ("codes", "signs"):
             name = getattr(leaf, slot, "")
+            name = f"{name}[0]" if name and getattr(leaf, "stored", "") else name
             known = not name or layout.find(name) is not None
             require(known, f"{path}.{slot}", f"the layout has no {name!r}")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onnxpack.formats.datatypes import DataType
-from onnxpack.formats.geometry import geometry, stored_count
+from onnxpack.formats.geometry import geometry, matrix, stored_count
 from onnxpack.formats.layout import BlockField, BlockLayout, Per, StorageOrder, require
 from onnxpack.formats.profile_json import from_data, to_data
 from onnxpack.formats.profiles import (
@@ -39,6 +39,7 @@ from onnxpack.formats.structure import (
     StructRef,
     StructType,
 )
+from onnxpack.formats.tensors import TensorLayout
 
 _KIND = "kind"
 _PREFIX = "profile."
@@ -213,6 +214,8 @@ def _constant_data(f: Field) -> tuple[str, Any]:
 def _payload(profile: QuantizationProfile, shape: tuple[int, ...], name: str) -> list[Field]:
     if profile.block is not None:
         return _laid_out(profile, shape, name)
+    if profile.tensors is not None:
+        return _stored_tensors(profile.tensors, shape, name)
     value, count = profile.value, math.prod(shape)
     require(count >= 1, "shape", "every dimension is at least 1")
     if isinstance(value, TilingQuantization):
@@ -331,6 +334,12 @@ def _tiles(value: TilingQuantization, shape: tuple[int, ...], name: str) -> list
     require(count >= len(kinds), "elem_quant", f"{len(kinds)} profiles for {count} tiles")
     runs = [(kind, len(list(run))) for kind, run in groupby(i % len(kinds) for i in range(count))]
     return [Field(f"tiles_{i}", struct=StructRef((n,), inline=kinds[k])) for i, (k, n) in enumerate(runs)]
+
+
+def _stored_tensors(layout: TensorLayout, shape: tuple[int, ...], name: str) -> list[Field]:
+    n, k = matrix(shape, name)
+    sizes = layout.at({"N": n, "K": k})
+    return [Field(f.name, array=ArrayType(f.data_type, sizes.dims(f.dims))) for f in layout.fields]
 
 
 def _laid_out(profile: QuantizationProfile, shape: tuple[int, ...], name: str) -> list[Field]:

@@ -44,11 +44,27 @@ def test_one_format(name: str) -> None:
     assert about["name"] == name
     assert about["source"] in text
     assert sum(t["bytes"] for t in about["tensors"]) == about["bytes"]
-    for line in about.get("block", {}).get("layout", []):
+    lines = about.get("layout", about.get("block", {}).get("layout", []))
+    assert lines or name in ("int8", "q4nx")
+    for line in lines:
         assert line in text
 
 
-@pytest.mark.parametrize("name", [n for n in names() if get(n).profile is not None])
+def test_tensors_are_drawn_in_full() -> None:
+    assert json.loads(run("int4_awq", "--json"))["layout"] == [
+        "codes: qweight INT32 [K, N/8] as k nw b; for each nw k",
+        "  bytes 0-1: codes[2-6] codes[0-4]",
+        "  bytes 2-3: codes[3-7] codes[1-5]",
+        "  codes: nw k i -> (nw i) k",
+        "zeros: qzeros INT32 [K/128, N/8] as g nw b; for each g nw",
+        "  bytes 0-1: zeros[2-6] zeros[0-4]",
+        "  bytes 2-3: zeros[3-7] zeros[1-5]",
+        "  zeros: g nw i -> (nw i) g",
+        "scales: scales FLOAT16 [K/128, N] as g n -> n g",
+    ]
+
+
+@pytest.mark.parametrize("name", [n for n in names() if get(n).profile is not None and get(n).profile.block])
 def test_every_byte_of_a_block_is_drawn_once(name: str) -> None:
     layout = get(name).profile.block
     drawn: dict[str, list[int]] = {}

@@ -15,6 +15,9 @@ from onnxpack.formats.functions import decoder_function, encoder_function, has_e
 BOTH = ("onnxruntime", "reference")
 
 RUNS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("aqlm", "bitnet_hf", "bitnet_i2_s", "eetq", "exl2", "exl3", "fp6_llm", "hqq"), BOTH),
+    **dict.fromkeys(("int4_awq", "int4_gptq", "paretoq", "q8_0", "quarot", "quip_sharp_e8p"), BOTH),
+    **dict.fromkeys(("smoothquant", "spqr", "tequila"), BOTH),
     "fp8_e4m3": BOTH,
     "int4_symmetric": BOTH,
     "int8_per_channel": BOTH,
@@ -42,7 +45,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tq2_0": BOTH,
     "xnor": BOTH,
 }
-"""Format to the engines that run its decoder at opsets 13 to 26, with float32 results equal to `decode`'s."""
+"""Format to the engines that run its decoder, from opset 13 (spqr: 16) to 26, with results equal to `decode`'s."""
 
 VARIANTS: list[tuple[str, dict[str, Any], tuple[int, int]]] = [
     *((name, {}, (3, 512)) for name in RUNS),
@@ -61,6 +64,28 @@ VARIANTS: list[tuple[str, dict[str, Any], tuple[int, int]]] = [
     ("ternary", {}, (7, 3)),
     ("xnor", {"scale_dtype": "float32"}, (7, 3)),
     ("log", {"variant": "packed", "offset": -12}, (7, 3)),
+    *(
+        ("int4_gptq", {"bits": bits, "group": 32, "act_order": act_order, "zeros": zeros}, (32, 96))
+        for bits, act_order, zeros in ((2, False, "v1"), (3, True, "v1"), (4, True, "v2"), (8, False, "v2"))
+    ),
+    *(("int4_awq", {"group": 32, "variant": variant}, (16, 320)) for variant in ("gemm", "gemv", "llm-awq")),
+    *(("hqq", {"bits": bits, "axis": axis}, (12, 128)) for bits in (1, 2, 3, 8) for axis in (0, 1)),
+    ("eetq", {"variant": "plain"}, (7, 5)),
+    ("fp6_llm", {"kind": "e2m2"}, (64, 16)),
+    ("aqlm", {"codebooks": 1, "bits": 12}, (3, 24)),
+    ("bitnet_hf", {"linear": "autobitlinear"}, (8, 3)),
+    ("bitnet_i2_s", {"build": "arm"}, (2, 64)),
+    *(("paretoq", {"levels": levels}, (3, 64)) for levels in ("ternary", "3bit", "4bit")),
+    ("paretoq", {"levels": "ternary", "scale_dtype": "float32"}, (3, 7)),
+    ("tequila", {"group": 0}, (3, 7)),
+    ("quarot", {"block": 64}, (3, 320)),
+    ("quarot", {}, (3, 96)),
+    ("smoothquant", {"axis": -1}, (3, 5)),
+    ("smoothquant", {"smooth": False}, (3, 5)),
+    ("spqr", {"count": 7}, (16, 32)),
+    ("exl2", {"bits": 4.6, "group": 32}, (8, 352)),
+    ("exl2", {"bits": 2}, (8, 32)),
+    *(("exl3", {"bits": bits, "codebook": rule}, (128, 128)) for bits, rule in ((1, "mcg"), (5, "mul1"), (8, "3inst"))),
 ]
 
 
@@ -78,7 +103,11 @@ def test_decoders_run_where_the_table_says(
     name: str, params: dict[str, Any], shape: tuple[int, int], opset: int, tools: Any
 ) -> None:
     made = get(name, **params)
-    encoded = made.encode(random_weight(shape))
+    encoded = tools.stored(made, shape if params else tools.fitting(name, shape))
+    if opset < made.min_opset:
+        with pytest.raises(UsageError, match=f"opset {made.min_opset}"):
+            made.decoder(encoded.shape, opset)
+        return
     model = tools.model(made, encoded, opset)
     onnx.checker.check_model(model, full_check=True)
     assert {node.domain for node in model.graph.node} == {""}
@@ -111,6 +140,15 @@ def calling(
     graph = helper.make_graph([call], "g", [], [output], fields)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(function.domain, 1)]
     return helper.make_model(graph, functions=[function], opset_imports=opsets, ir_version=10)
+
+
+def test_columns_of_a_decoded_weight(tools: Any) -> None:
+    for name, params, shape in VARIANTS:
+        made = get(name, **params)
+        encoded = tools.stored(made, shape if params else tools.fitting(name, shape))
+        whole, n = made.decode(encoded), encoded.shape[0]
+        for start, stop in ((0, 1), (n // 3, n // 2 + 1), (n - 1, n)):
+            assert tools.same(made.decode_columns(encoded, start, stop), whole[start:stop].T), (name, params)
 
 
 @pytest.mark.parametrize("name", ["q4_k", "nf4", "int8_symmetric"])

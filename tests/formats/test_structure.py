@@ -34,13 +34,22 @@ VARIANTS = [
     ("int4_symmetric", {"group": 0}),
     ("log", {"variant": "packed"}),
     ("int8_per_channel", {"axis": 1}),
+    ("int4_gptq", {"bits": 3, "act_order": True, "group": 32}),
+    ("int4_awq", {"variant": "gemv"}),
+    ("int4_awq", {"variant": "llm-awq", "group": 64}),
+    ("hqq", {"axis": 0, "bits": 3}),
+    ("exl2", {"bits": 5, "group": 64}),
+    ("smoothquant", {"axis": -1}),
+    ("paretoq", {"levels": "ternary"}),
 ]
 
 
 @pytest.mark.parametrize(("name", "params"), VARIANTS, ids=str)
 @pytest.mark.parametrize("shape", [SHAPE, (3, 256)], ids=str)
-def test_size_is_that_of_the_stored_tensors(name: str, params: dict[str, Any], shape: tuple[int, int]) -> None:
-    made = get(name, **params)
+def test_size_is_that_of_the_stored_tensors(
+    name: str, params: dict[str, Any], shape: tuple[int, int], tools: Any
+) -> None:
+    made, shape = get(name, **params), tools.fitting(name, shape)
     kind = structure(made, shape)
     total = sum(spec.nbytes for spec in made.fields(shape).values())
     assert kind.nbytes() == total
@@ -55,7 +64,7 @@ def test_size_is_that_of_the_stored_tensors(name: str, params: dict[str, Any], s
 def test_there_and_back(name: str, params: dict[str, Any]) -> None:
     made = get(name, **params)
     kind = structure(made, SHAPE)
-    assert from_structure(kind) == (made.profile, SHAPE)
+    assert from_structure(kind) == (made.profile_for(SHAPE), SHAPE)
     assert from_json(to_json(kind), StructType) == kind
     assert kind.decoder is not None
     assert kind.decoder.opset == 21
@@ -159,8 +168,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 @given(st.sampled_from(OURS), st.data())
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_a_type_with_one_value_changed_is_a_type_or_refused(name: str, draw: st.DataObject) -> None:
-    if name == "iq1_s":
-        return  # a codebook of 16384 numbers: slow to vary, and no different
+    if name in ("iq1_s", "quip_sharp_e8p"):
+        return  # codebooks of thousands of numbers: slow to vary, and no different
     data = to_data(structure(get(name), SHAPE))
     node: Any = data
     while True:
