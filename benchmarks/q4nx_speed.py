@@ -2,7 +2,7 @@
 
     python benchmarks/q4nx_speed.py            # 1024x3072 and 1024x151936
     python benchmarks/q4nx_speed.py 512x512    # other shapes
-    python benchmarks/q4nx_speed.py --folding  # what a stock onnxruntime session holds while it folds the decoder
+    python benchmarks/q4nx_speed.py --folding  # what stock onnxruntime needs to load and run them: q4nx_stock.py
 
 Gigabytes of float32 weight per second of CPU time, all in one process, runs of the three in turn; the ratio is what
 carries over to another machine. Q4NX includes its error figures (per group, band and tensor), the others make none.
@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 
 import numpy as np
+import q4nx_stock
 
 from onnxpack.formats.q4nx import Q4NX
 
@@ -90,62 +88,10 @@ def measure(k: int, n: int) -> dict[str, list[float]]:
     return speeds
 
 
-_CHILD = """
-import sys, threading, time, onnxruntime
-def anonymous():
-    return 1024 * int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0])
-peak = before = anonymous()
-def watch():
-    global peak
-    while True:
-        peak = max(peak, anonymous())
-        time.sleep(0.002)
-threading.Thread(target=watch, daemon=True).start()
-start = time.process_time()
-session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
-print(peak - before, anonymous() - before, time.process_time() - start)
-"""
-
-
-def folding(k: int, n: int) -> None:
-    """Anonymous memory of a stock session over one weight [K, N]: its peak while loading, and what stays."""
-    import onnx
-    from onnx import TensorProto, helper
-
-    q4nx = Q4NX()
-    w = np.random.default_rng(0).standard_normal((k, n), dtype=np.float32)
-    decoder = q4nx.decoder(w.shape, 21)
-    kinds = {"uint8": TensorProto.UINT8, "bfloat16": TensorProto.BFLOAT16}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "weights.bin").write_bytes(q4nx.to_bytes(q4nx.encode(w)))
-        stored = []
-        for view, spec in ((name, v.spec) for name, v in q4nx.views(w.shape).items()):
-            tensor = TensorProto(name=view, data_type=kinds[spec.dtype.name], dims=spec.shape)
-            tensor.data_location = TensorProto.EXTERNAL
-            tensor.external_data.add(key="location", value="weights.bin")
-            stored.append(tensor)
-        value = helper.make_tensor_value_info
-        nodes = [*decoder.nodes, helper.make_node("MatMul", ["x", decoder.output], ["y"])]
-        inputs, outputs = [value("x", TensorProto.FLOAT, [None, k])], [value("y", TensorProto.FLOAT, [None, n])]
-        graph = helper.make_graph(nodes, "g", inputs, outputs, [*decoder.constants, *stored])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-        onnx.save(model, folder / "model.onnx")
-        done = subprocess.run(
-            [sys.executable, "-c", _CHILD, folder / "model.onnx"], check=True, capture_output=True, text=True
-        )
-    peak, after, seconds = (float(x) for x in done.stdout.split())
-    print(
-        f"{k}x{n}  float32 {w.nbytes / 1e6:.0f} MB; load: peak {peak / w.nbytes:.1f} times that, "
-        f"{after / w.nbytes:.1f} times after, {seconds:.1f} CPU-seconds"
-    )
-
-
 def main(arguments: list[str]) -> int:
     """Print a table; 1 when Q4NX is not twice as fast as onnxruntime's quantizer."""
-    if arguments == ["--folding"]:
-        for k, n in SHAPES:
-            folding(k, n)
+    if arguments[:1] == ["--folding"]:
+        q4nx_stock.main(arguments[1:])
         return 0
     shapes = [(int(k), int(n)) for k, _, n in (a.partition("x") for a in arguments)] or SHAPES
     versions = ", ".join(f"{name} {version(name)}" for name in ("numpy", "onnxruntime"))
