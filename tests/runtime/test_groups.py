@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -651,3 +653,23 @@ def test_whole_exports_are_the_same_on_both_devices(shared: Path, tmp_path: Path
         host, reference = (session.run(None, feed) for session in sessions)
         for a, b in zip(host, reference, strict=True):
             np.testing.assert_array_equal(a, b, err_msg=path.name)
+
+
+@pytest.mark.slow
+def test_all_197_groups_of_a_qwen3_shaped_export(tmp_path: Path) -> None:
+    """28 layers as quantizers write them, in small: every product is one group, the head too, on both devices."""
+    script = Path(__file__).resolve().parents[2] / "benchmarks/make_qwen3.py"
+    source = tmp_path / "qwen3.onnx"
+    command = [sys.executable, str(script), str(source), "--tiny", "--a8w8", "--layers", "28"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    weights = [site for site in onnxpack.census(source).sites if site.kind == "weight"]
+    assert len([site for site in weights if site.qdq is not None]) == len(weights) == 197
+    onnxpack.build(source, tmp_path / "model.pack")
+    made = operators(lowered(tmp_path / "model.pack"))
+    assert made["QLinearMatMul"] == 197
+    host, reference = (onnxpack.load(tmp_path / "model.pack", d, basic_options()) for d in ("host", "reference"))
+    assert host.coverage().where["host"] == reference.coverage().where["reference"] == 197
+    feed = {"input_ids": np.random.default_rng(0).integers(0, 300, (1, 11))}
+    found, wanted = host.run(None, feed)[0], reference.run(None, feed)[0]
+    np.testing.assert_array_equal(found, wanted)
+    assert np.unique(found).size > 50
