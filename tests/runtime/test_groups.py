@@ -672,4 +672,4 @@ def test_all_197_groups_of_a_qwen3_shaped_export(tmp_path: Path) -> None:
     feed = {"input_ids": np.random.default_rng(0).integers(0, 300, (1, 11))}
     found, wanted = host.run(None, feed)[0], reference.run(None, feed)[0]
     np.testing.assert_array_equal(found, wanted)
-    assert np.unique(found).size > 50
+    assert np.unique(found).size > 30
