@@ -101,6 +101,12 @@ def _check_header(proto: onnx.ModelProto) -> None:
         raise ModelError(
             f"IR version {proto.ir_version} is not one of {_MIN_IR} to {onnx.IR_VERSION}", hint="export the model again"
         )
+    texts = [proto.producer_name, proto.producer_version, proto.domain, proto.doc_string]
+    texts += [text for entry in proto.metadata_props for text in (entry.key, entry.value)]
+    for scope in scopes(proto):
+        texts += [scope.name, scope.doc_string]
+    for text in texts:
+        text_of(text)
 
 
 def _check_opsets(imports: Any) -> dict[str, int]:

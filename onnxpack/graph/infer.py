@@ -49,11 +49,11 @@ def _dims(shape: ir.Shape) -> tuple[Dim, ...]:
 
 
 def _infer(model: ir.Model) -> dict[str, Dims]:
-    proto = _without_weights(model)
-    _plain_quantization(proto.graph)
     try:
+        proto = _without_weights(model)
+        _plain_quantization(proto.graph)
         proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-    except Exception:  # whatever C++ raises here is a shape that stays unknown
+    except Exception:  # whatever C++ or the protobuf library raises here is a shape that stays unknown
         return {}
     found: dict[str, Dims] = {}
     for graph in _graphs(proto.graph):

@@ -302,9 +302,29 @@ def test_functions_whose_name_is_no_text(tmp_path) -> None:
         onnxpack.census(path)
 
 
-def test_strings_that_cannot_be_written_again(tmp_path) -> None:
+@pytest.mark.parametrize("field", ["producer_name", "producer_version", "domain", "doc_string", "metadata", "graph"])
+def test_texts_about_the_model_that_are_none(tmp_path, field: str) -> None:
+    made = matmul()
+    if field == "metadata":
+        made.metadata_props.add(key="key", value="@@@@")
+    elif field == "graph":
+        made.graph.name = "@@@@"
+    else:
+        setattr(made, field, "@@@@")
     path = tmp_path / "m.onnx"
-    path.write_bytes(matmul().SerializeToString().replace(b"tests", b"te\xffts"))
+    path.write_bytes(made.SerializeToString().replace(b"@@@@", b"@\xff\xfe@"))
+    with pytest.raises(ModelError, match="not UTF-8"):
+        onnxpack.build(path, tmp_path / "out.pack", weights="int8")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_a_node_that_cannot_be_written_again(tmp_path) -> None:
+    """A text that nothing here reads: a census does not mind, a build says it in one line."""
+    made = matmul()
+    made.graph.node[0].doc_string = "@@@@"
+    path = tmp_path / "m.onnx"
+    path.write_bytes(made.SerializeToString().replace(b"@@@@", b"@\xff\xfe@"))
+    assert len(onnxpack.census(path).sites) == 1
     with pytest.raises(ModelError, match="the graph cannot be written"):
         onnxpack.build(path, tmp_path / "out.pack", weights="int8")
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
