@@ -9,7 +9,7 @@ of the model gets the number of rows.
 
 Memory: a process a side loads one group and runs it once to warm up; then the heap is trimmed, the peak reset, and the
 growth of the peak over a second run read. The arena is off, so that what a run allocates is what shows. The CPU
-provider stands there twice: keeping DequantizeLinear, MatMul, QuantizeLinear as they are, and fusing them itself.
+provider stands there twice: at the basic level, which keeps DequantizeLinear, MatMul and QuantizeLinear, and at its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GOAL = 0.95
 """Times as fast as onnxruntime's own QDQ execution."""
 
 GROUP = (256, 1024, 1024)
-SIDES = ("pack", "CPU provider, nodes kept", "CPU provider, fused")
+SIDES = ("pack", "CPU provider, basic level", "CPU provider, default level")
 _PROCESSES = 5
 
 
