@@ -4,12 +4,13 @@
     python benchmarks/qdq.py a8w8_perchannel.onnx --rows 1 32 128 --runs 20 --check
     python benchmarks/qdq.py --memory             # the group 256x1024x1024, int8 in and out
 
-Speed: one thread a side, onnxruntime at its default level, where it fuses the groups itself. Every symbolic dimension
+Speed: one thread a side, onnxruntime at its default level, where it fuses what groups it can. Every symbolic dimension
 of the model gets the number of rows.
 
 Memory: a process a side loads one group and runs it once to warm up; then the heap is trimmed, the peak reset, and the
 growth of the peak over a second run read. The arena is off, so that what a run allocates is what shows. The CPU
-provider stands there twice: at the basic level, which keeps DequantizeLinear, MatMul and QuantizeLinear, and at its own.
+provider stands there twice: at the basic level, which keeps DequantizeLinear, MatMul and QuantizeLinear, and at its
+default one.
 """
 
 from __future__ import annotations
