@@ -1,8 +1,11 @@
 """A whole model: census, build, load and run of the Qwen3-0.6B shape (or any other), beside onnxruntime in float32.
 
+Also beside onnxruntime's quantizers, with --beside.
+
     python benchmarks/model.py                       # makes the model first: 2.4 GB in build/bench/
     python benchmarks/model.py --model m.onnx --rows 32 128 1 --dim seq
     python benchmarks/model.py --weights q4nx --threads 2 --check
+    python benchmarks/model.py --only speed --beside "nbits4 a4" dynamic
 
 Census, build and load each run in processes of their own, so that their memory is theirs alone: RssAnon is what they
 really hold, mapped files are not counted. The runs alternate in one process.
@@ -17,21 +20,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import make_qwen3
-from harness import Report, finish
+import neighbours
+from harness import Report, finish, ratios, rounds
 
 import onnxpack
-from onnxpack.errors import UsageError
+from onnxpack.errors import GateError, UsageError
 from onnxpack.pack.read import open_pack
 from onnxpack.runtime.prepare import read_graph
 from onnxpack.verify.accuracy import float_session
-from onnxpack.verify.bench import Spread, bench_options, interleave
+from onnxpack.verify.bench import Spread, bench_options
 from onnxpack.verify.inputs import input_specs
 from onnxpack.verify.synthetic import random_feed, table_lengths
 
+FLOAT = "float32"
 PROCESSES = 5
 GOALS = {1: 2.0, 32: 2.4, 128: 2.4}
 """Times as fast as float32, by tokens, for the 0.6B shape."""
@@ -113,7 +120,7 @@ def resources(report: Report, model: Path, pack: Path, weights: str) -> None:
         report.fact(f"build, pass {name}", "s", [one[name] for one in passes])
     int8 = sum(t.shape[0] * t.shape[1] for t in open_pack(pack).manifest.tensors) / 2**20
     mine, theirs = loads("pack", pack), loads("float", model)
-    report.fact("load pack", "s", [one[0] for one in mine], 2.0 if weights == "int8" else None)
+    report.fact("load pack", "s", [one[0] for one in mine], 1.5 if weights == "int8" else None)
     report.fact("load pack, RssAnon growth", "MB", [one[2] for one in mine], int8 + 100)
     report.fact("load float model", "s", [one[0] for one in theirs])
     report.fact("load float model, RssAnon growth", "MB", [one[2] for one in theirs])
@@ -122,25 +129,60 @@ def resources(report: Report, model: Path, pack: Path, weights: str) -> None:
     report.add("load", "RssAnon", ratio=Spread.of([b[2] / a[2] for a, b in zip(mine, theirs, strict=True)]))
 
 
-def speed(report: Report, model: Path, pack: Path, dim: str, rows: list[int], runs: int, threads: int) -> None:
-    """Runs of several lengths."""
-    float32 = float_session(model, bench_options(threads))
-    ours = onnxpack.load(pack, "host", bench_options(threads))
+def sessions(
+    model: Path, pack: Path, beside: Sequence[str], threads: int, folder: Path, own_head: bool = True
+) -> dict[str, Any]:
+    """The pack, the float model, and the neighbours, whose models are made in `folder`."""
+    made: dict[str, Any] = {
+        "pack": onnxpack.load(pack, "host", bench_options(threads)),
+        FLOAT: float_session(model, bench_options(threads)),
+    }
+    source = neighbours.own_head(model, folder / "own_head.onnx") if beside and own_head else model
+    for name in beside:
+        there = neighbours.make(name, source, folder / f"{name.replace(' ', '_')}.onnx")
+        made[name] = float_session(there, bench_options(threads))
+    return made
+
+
+def speed(
+    report: Report, label: str, held: dict[str, Any], pack: Path, sizes: Sequence[dict[str, int]], runs: int, goals: Any
+) -> None:
+    """Runs at several sizes of the symbolic dimensions: a row by the clock and one by processor time."""
     lengths = table_lengths(read_graph(open_pack(pack)))
-    for m in rows:
-        feed = random_feed(input_specs(ours), 0, {dim: m}, lengths)
+    for given in sizes:
+        feed = random_feed(input_specs(held["pack"]), 0, given, lengths)
+        shown = ", ".join(f"{name}={size}" for name, size in given.items())
         for name, array in feed.items():
-            report.fed(f"{name} {m}", array)
-        pairs = interleave(lambda f=feed: float32.run(None, f), lambda f=feed: ours.run(None, f), runs, 2)
-        wall = Spread.of([pair.baseline_wall / pair.pack_wall for pair in pairs])
-        cpu = Spread.of([pair.baseline_cpu / pair.pack_cpu for pair in pairs])
-        report.add(f"run, {dim}={m}", "clock", ratio=wall, goal=GOALS.get(m))
-        report.add(f"run, {dim}={m}", "processor time", ratio=cpu)
+            report.fed(f"{name} {shown}", array)
+        calls = {name: (lambda s=session, f=feed: s.run(None, f)) for name, session in held.items()}
+        found = rounds(calls, runs, 2)
+        report.add_row(label, shown, "clock", over=ratios(found, "pack", clock=True), goals=goals(given))
+        report.add_row(label, shown, "processor", over=ratios(found, "pack"))
+
+
+def qwen3_goals(dim: str) -> Callable[[dict[str, int]], dict[str, float]]:
+    """What the 0.6B shape is to reach at each number of tokens."""
+
+    def goals(sizes: dict[str, int]) -> dict[str, float]:
+        m = sizes.get(dim)
+        return {FLOAT: GOALS[m], "nbits4 a4": 1.0} if m in GOALS else {}
+
+    return goals
+
+
+def default_model() -> Path:
+    """The Qwen3-0.6B shape, made when it is not there."""
+    path = Path("build/bench/qwen3.onnx")
+    if not path.exists():
+        print(f"making {path}", file=sys.stderr)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_qwen3.build(path, make_qwen3.Config())
+    return path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("build/bench/qwen3.onnx"))
+    parser.add_argument("--model", type=Path, help="default: made first, in build/bench")
     parser.add_argument("--weights", default="int8", help="format of the weights")
     parser.add_argument("--dim", default="seq", help="dimension that has the number of rows")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
@@ -148,21 +190,38 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--only", choices=("resources", "speed"), help="one half of it")
     parser.add_argument("--check", action="store_true", help="exit 4 when a goal is missed")
+    parser.add_argument("--beside", nargs="+", default=[], metavar="NAME", help=", ".join(neighbours.NAMES))
+    parser.add_argument(
+        "--as-exported", action="store_true", help="neighbours get no head of its own: theirs may stay in float32"
+    )
     arguments = parser.parse_args()
-    if not arguments.model.exists():
-        print(f"making {arguments.model}", file=sys.stderr)
-        arguments.model.parent.mkdir(parents=True, exist_ok=True)
-        make_qwen3.build(arguments.model, make_qwen3.Config())
-    pack = arguments.model.with_name(f"{arguments.model.stem}.{arguments.weights}.pack")
-    report = Report(("what", "of"), arguments.runs, arguments.threads, 2)
+    model = arguments.model or default_model()
+    pack = model.with_name(f"{model.stem}.{arguments.weights}.pack")
+    what = f"{model.name} packed as {arguments.weights}"
+    missed: list[str] = []
     if arguments.only != "speed":
-        resources(report, arguments.model, pack, arguments.weights)
+        report = Report(
+            ("what", "of"), PROCESSES, 1, 0, title=f"{what}: how many times as good as onnxruntime in float32"
+        )
+        resources(report, model, pack, arguments.weights)
+        report.print()
+        missed += report.missed
     elif not pack.exists():
-        onnxpack.build(arguments.model, pack, weights=arguments.weights)
+        onnxpack.build(model, pack, weights=arguments.weights)
     if arguments.only != "resources":
-        speed(report, arguments.model, pack, arguments.dim, arguments.rows, arguments.runs, arguments.threads)
-    print(f"{arguments.model.name} packed as {arguments.weights}, over onnxruntime in float32")
-    report.print(arguments.check)
+        headers = ("model", "size", "by")
+        title = f"{what}: how many times as fast it runs on the host"
+        report = Report(
+            headers, arguments.runs, arguments.threads, 2, neighbours=(FLOAT, *arguments.beside), title=title
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            held = sessions(model, pack, arguments.beside, arguments.threads, Path(folder), not arguments.as_exported)
+            sizes = [{arguments.dim: m} for m in arguments.rows]
+            speed(report, model.stem, held, pack, sizes, arguments.runs, qwen3_goals(arguments.dim))
+        report.print()
+        missed += report.missed
+    if arguments.check and missed:
+        raise GateError("; ".join(missed))
 
 
 if __name__ == "__main__":
