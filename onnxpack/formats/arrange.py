@@ -51,11 +51,34 @@ class Arrangement:
 
     def apply(self, array: Array) -> Array:
         """The array, arranged."""
-        return array.reshape(self.split).transpose(self.perm).reshape(self.merged)
+        return moved(array.reshape(self.split), self.perm).reshape(self.merged)
 
     def undo(self, array: Array) -> Array:
         """The array of shape `split` that `apply` arranges into this one."""
-        return array.reshape(self.permuted).transpose(np.argsort(self.perm))
+        return moved(array.reshape(self.permuted), tuple(int(p) for p in np.argsort(self.perm)))
+
+
+_WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def moved(array: Array, perm: tuple[int, ...]) -> Array:
+    """The array transposed, in C order if it moves: last axes that stay last are moved as one word, where they fit one.
+
+    >>> moved(np.arange(12, dtype=np.uint8).reshape(2, 3, 2), (1, 0, 2)).reshape(-1).tolist()
+    [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    """
+    order = [p for p in perm if array.shape[p] > 1]
+    if order == sorted(order):
+        return array.transpose(perm)
+    last, size = len(perm), array.itemsize
+    while last > 0 and perm[last - 1] == last - 1 and size * array.shape[last - 1] <= 8:
+        size *= array.shape[last - 1]
+        last -= 1
+    if last == len(perm) or size not in _WORDS or size == array.itemsize or not array.flags.c_contiguous:
+        return np.ascontiguousarray(array.transpose(perm))
+    words = array.reshape(*array.shape[:last], -1).view(_WORDS[size])[..., 0]
+    turned = np.ascontiguousarray(words.transpose(perm[:last]))
+    return turned.view(array.dtype).reshape(tuple(array.shape[p] for p in perm))
 
 
 def axes(side: str) -> list[list[str]]:

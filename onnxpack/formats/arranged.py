@@ -58,10 +58,18 @@ class Plan:
         for first in range(start, stop, step):
             yield first, min(stop, first + step)
 
+    @property
+    def separable(self) -> bool:
+        """Whether whole rows are whole numbers of steps, or the other way round."""
+        return self.by_row or self.shape[1] % (self.inner * self.unit) == 0
+
     def rows(self, start: int, stop: int) -> tuple[int, int]:
         """The rows of the weight that steps [start, stop) are."""
-        each = self.inner // self.shape[1]
-        return start * each, stop * each
+        return start * self.inner // self.shape[1], stop * self.inner // self.shape[1]
+
+    def steps(self, first: int, last: int) -> tuple[int, int]:
+        """The steps that rows [first, last) are."""
+        return first * self.shape[1] // self.inner, last * self.shape[1] // self.inner
 
 
 class Arranged(Format):
@@ -147,9 +155,9 @@ class Arranged(Format):
     def row_span(self, plan: Plan, start: int, stop: int) -> tuple[int, int]:
         """Rows around [start, stop) that can be decoded alone."""
         turned = plan.profile.post_rotation
-        if not plan.by_row or (turned is not None and not turned.block_size):
+        if not plan.separable or (turned is not None and not turned.block_size):
             return 0, plan.shape[0]
-        each = plan.inner // plan.shape[1] * plan.unit
+        each = max(1, plan.inner * plan.unit // plan.shape[1])
         each = math.lcm(each, turned.block_size) if turned is not None else each
         return start // each * each, min(plan.shape[0], -(-stop // each) * each)
 
@@ -158,16 +166,15 @@ class Arranged(Format):
         keep_freed_memory()
         out = np.empty((last - first, plan.shape[1]), np.float32)
         tensors = Tensors(plan.layout, plan.sizes, fields)
-        each = plan.inner // plan.shape[1] if plan.by_row else 0
-        span = (first // each, last // each) if each else (0, plan.frame[0])
+        span = plan.steps(first, last)
         lines = out.reshape(span[1] - span[0], plan.inner)
         with np.errstate(all="ignore"):
             for start, stop in plan.bands(*span):
                 value = evaluate_tensors(plan.profile, TensorNumpyOps(tensors, start, stop))
                 lines[start - span[0] : stop - span[0]] = value.reshape(stop - start, plan.inner)
-                if each:
-                    rows = slice(start * each - first, stop * each - first)
-                    self.finish(out[rows], plan, tensors, (start * each, stop * each))
+                if plan.by_row:
+                    rows = plan.rows(start, stop)
+                    self.finish(out[rows[0] - first : rows[1] - first], plan, tensors, rows)
             self.finish_columns(out, plan, tensors, (first, last))
         return out
 
@@ -177,7 +184,7 @@ class Arranged(Format):
         if layout.outliers is not None:
             _add_outliers(rows, tensors, span)
         if layout.order:
-            rows[...] = rows[:, tensors.stored[layout.order]]
+            rows[...] = np.take(rows, tensors.stored[layout.order], axis=1)
         if p.pre_scaling is not None:
             rows /= _line(tensors, p.pre_scaling.field)
         if p.pre_rotation is not None:
@@ -289,7 +296,7 @@ class Arranged(Format):
         if plan.layout.order:
             back = np.empty(plan.shape[1], np.int64)
             back[tensors.stored[plan.layout.order]] = np.arange(plan.shape[1])
-            x = x[:, back]
+            x = np.take(x, back, axis=1)
         return x
 
     def prepare_columns(self, w: Array, plan: Plan, tensors: Tensors) -> Array:

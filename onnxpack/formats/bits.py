@@ -123,12 +123,32 @@ def _bytes_at(piece: Piece, data: U8, writeable: bool) -> U8:
     return np.lib.stride_tricks.as_strided(first, shape, strides, writeable=writeable)
 
 
+_UNROLLED = 8  # bytes that are walked one by one: short inner loops cost more than their elements
+
+
+@functools.cache
+def _pieces(part: BitPart) -> tuple[Piece, ...]:
+    """The pieces of a part; where they walk a few bytes only, one for each of these."""
+    plan = split(part)
+    made: list[Piece] = []
+    for piece in plan.pieces:
+        few = 1 < math.prod(piece.counts) <= _UNROLLED and len(plan.pieces) * _UNROLLED <= _MOST_PLACES
+        if not few or len(piece.counts) < 2:  # bytes at one stride go on into the next block: no short loop
+            return plan.pieces
+        for at in itertools.product(*map(range, piece.counts)):
+            chosen = iter(at)
+            where = tuple(next(chosen) if isinstance(w, slice) else w for w in piece.where)
+            byte = piece.byte + sum(i * s for i, s in zip(at, piece.strides, strict=True))
+            made.append(Piece(where, byte, piece.down, piece.up, piece.width, (), ()))
+    return tuple(made)
+
+
 def _read_bits(part: BitPart, data: U8, out: Array) -> None:
     plan = split(part)
     target = out.reshape(*out.shape[:-1], *plan.dims)
     assert np.shares_memory(target, out) or not out.size
     fresh: set[tuple[Any, ...]] = set()
-    for piece in plan.pieces:
+    for piece in _pieces(part):
         code = _bytes_at(piece, data, writeable=False)
         if piece.down:
             code = code >> np.uint8(piece.down)
@@ -149,7 +169,7 @@ def _read_bits(part: BitPart, data: U8, out: Array) -> None:
 def _write_bits(part: BitPart, codes: Array, data: U8) -> None:
     plan = split(part)
     source = codes.reshape(*codes.shape[:-1], *plan.dims)
-    for piece in plan.pieces:
+    for piece in _pieces(part):
         code = source[(..., *piece.where)]
         if piece.up:
             code = code >> codes.dtype.type(piece.up)

@@ -6,8 +6,9 @@ with parameters makes its profile from them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -120,13 +121,42 @@ class Declared(Format):
 
     def decode(self, encoded: Encoded) -> F32:
         g = self.geometry(encoded.shape)
+        return self._decode(encoded, g, g.chunks())
+
+    def decode_columns(self, encoded: Encoded, start: int, stop: int) -> F32:
+        """Output features [start, stop): their blocks and no others."""
+        g = self.geometry(encoded.shape)
+        if g.flat:
+            return self._decode_span(encoded, g, start * g.shape[1], stop * g.shape[1]).reshape(-1, g.shape[1]).T
+        band = dataclasses.replace(g, shape=(stop - start, g.shape[1]), rows=stop - start)
+        named = [Chunk(start + c.row, c.rows, c.unit, c.units) for c in band.chunks()]
+        return self._decode(encoded, g, named, start, stop).T
+
+    def _decode_span(self, encoded: Encoded, g: Geometry, start: int, stop: int) -> F32:
+        """Values [start, stop) of the flattened weight."""
         self._check_fields(encoded, g)
-        out = np.empty(g.shape, np.float32)
+        first, last = start // g.unit, -(-stop // g.unit)
+        out = np.empty((last - first) * g.unit, np.float32)
+        fields = Fields(g, encoded.fields)
+        with np.errstate(all="ignore"):
+            for chunk in g.chunks_of(first, last):
+                value = evaluate(self.profile, NumpyOps(g, fields, chunk))
+                at = (chunk.unit - first) * g.unit
+                out[at : at + chunk.units * g.unit] = value.reshape(-1)
+        return out[start - first * g.unit : stop - first * g.unit]
+
+    def _decode(
+        self, encoded: Encoded, g: Geometry, chunks: Iterable[Chunk], start: int = 0, stop: int | None = None
+    ) -> F32:
+        self._check_fields(encoded, g)
+        stop = g.shape[0] if stop is None else stop
+        out = np.empty((stop - start, g.shape[1]), np.float32)
         keep_freed_memory()
         fields = Fields(g, encoded.fields)
         with np.errstate(all="ignore"):
-            for chunk in g.chunks():
-                g.put(evaluate(self.profile, NumpyOps(g, fields, chunk)), chunk, out)
+            for chunk in chunks:
+                value = evaluate(self.profile, NumpyOps(g, fields, chunk))
+                g.put(value, Chunk(chunk.row - start, chunk.rows, chunk.unit, chunk.units), out)
         return out
 
     def _check_fields(self, encoded: Encoded, g: Geometry) -> None:

@@ -120,6 +120,7 @@ class Exl2(Arranged):
 
     def quantize(self, x: F32, spans: Mapping[str, Array]) -> Codes:
         # x is in stored order.
+        framed, x = x.shape, x.reshape(len(x), -1)
         groups = self.groups_for(x.shape[1])
         first = np.cumsum([0, *(r for _, r in groups[:-1])])
         counts = [r for _, r in groups]
@@ -132,7 +133,12 @@ class Exl2(Arranged):
         scale = np.where(scale == 0, np.float32(1), scale)
         half = np.repeat(1 << (width - 1), counts).astype(np.float32)
         codes = np.clip(np.rint(x / np.repeat(scale, counts, axis=1)), -half, half - 1) + _ZERO
-        return {"codes": codes.astype(np.uint8), "v": (v - 1).astype(np.uint8)}
+        return {"codes": codes.astype(np.uint8).reshape(framed), "v": self._as_stored(v - 1, framed)}
+
+    @staticmethod
+    def _as_stored(v: Array, framed: tuple[int, ...]) -> Array:
+        codes: Array = v.astype(np.uint8)
+        return codes[..., None] if len(framed) > 2 else codes
 
 
 def _top(bits: int) -> int:
@@ -177,26 +183,31 @@ def _exl2_profile(groups: tuple[Run, ...]) -> QuantizationProfile:
     runs: list[TensorView] = []
     first = 0
     for width in widths:
-        rows = sum(r for b, r in groups if b == width)
+        lines = sum(r for b, r in groups if b == width)
         runs.append(
             TensorView(
                 f"codes of {width}", "q_weight", "u w n b | u n (w b) | u n i | n (u i)",
-                (("u", str(rows // 32)), ("w", str(width)), ("n", "N"), ("b", "4")),
+                (("u", str(lines // 32)), ("w", str(width)), ("n", "N"), ("b", "4")),
                 (BitPart("q_weight", 0, width, (32,), (width,)),), start=f"N*{4 * first}", cut="n",
-                dims=("N", str(rows)),
+                dims=("N", str(lines)),
             )
         )  # fmt: skip
-        first += rows * width // 32
-    repeat = tuple(r for _, r in groups)
+        first += lines * width // 32
+    rows = {r for _, r in groups}
+    # Groups of one size are an axis of the frame; others are spread over their rows.
+    even = len(rows) == 1
+    repeat = () if even else tuple(r for _, r in groups)
+    frame = ("N", str(count), str(max(rows))) if even else ("N", str(total))
+    shared = (str(count), "1") if even else (str(total),)
     views: tuple[AnyView, ...] = (
         *runs,
         JoinView("codes", tuple((view.name, _ZERO - (1 << (b - 1))) for view, b in zip(runs, widths, strict=True))),
         TensorView(
             "v", "q_scale", "g u b | g u b | g u i | (u i) g",
             (("g", str(count)), ("b", "4")), (BitPart("q_scale", 0, 4, (8,), (4,)),), cut="u", per=8, repeat=repeat,
-            dims=("N", str(total)),
+            dims=("N", *shared),
         ),
-        TensorView("largest", "q_scale_max", "g | 1 g", repeat=repeat, dims=("1", str(total))),
+        TensorView("largest", "q_scale_max", "g | 1 g", repeat=repeat, dims=("1", *shared)),
     )  # fmt: skip
     squares = tuple(float((i + 1) ** 2) for i in range(16))
     scale = Parameter("v", levels=squares, parent=Parameter("largest", factor=1 / 256))
@@ -205,9 +216,9 @@ def _exl2_profile(groups: tuple[Run, ...]) -> QuantizationProfile:
         data_type=DataType.FLOAT16,
     )
     return QuantizationProfile(
-        tiling=TilingQuantization((max(repeat),), (1,), (leaf,)),
+        tiling=TilingQuantization((max(rows),), (1,), (leaf,)),
         data_type=DataType.FLOAT16,
-        tensors=TensorLayout(("N", str(total)), fields, views, order="q_invperm"),
+        tensors=TensorLayout(frame, fields, views, order="q_invperm"),
     )
 
 

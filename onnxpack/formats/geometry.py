@@ -88,6 +88,12 @@ class Geometry:
             for unit in range(0, self.units, units):
                 yield Chunk(row, min(rows, self.rows - row), unit, min(units, self.units - unit))
 
+    def chunks_of(self, first: int, last: int) -> Iterator[Chunk]:
+        """Runs of the blocks [first, last) of a flattened weight."""
+        units = max(1, _CHUNK // self.unit)
+        for unit in range(first, last, units):
+            yield Chunk(0, 1, unit, min(units, last - unit))
+
     def values_of(self, w: Array, chunk: Chunk) -> npt.NDArray[np.float32]:
         """float32 [rows, units, unit] of a rectangle of the weight; a cut block is filled up with zeros."""
         first, last = chunk.unit * self.unit, min(self.width, (chunk.unit + chunk.units) * self.unit)

@@ -123,14 +123,14 @@ class Gptq(Arranged):
         least = 1 if self.zeros == "v1" else 0
         index = spans.get("g_idx")
         order = np.argsort(index, kind="stable") if index is not None else None
-        groups = x if order is None else x[:, order].reshape(len(x), -1, self.group)
+        groups = x if order is None else np.take(x, order, axis=1).reshape(len(x), -1, self.group)
         codes, zero, scale = asymmetric(groups, self.bits, least)
         stored = zero - np.uint8(least)
         if order is None or index is None:
             return {"codes": codes, "zeros": stored, "scales": scale}
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
-        codes = codes.reshape(x.shape)[:, back]
+        codes = np.take(codes.reshape(x.shape), back, axis=1)
         return {"codes": codes, "zeros": stored[..., 0], "scales": scale[..., 0]}
 
 

@@ -63,6 +63,35 @@ def rounded(scale: F32, data_type: DataType) -> F32:
     return scale if data_type is DataType.FLOAT else scale.astype(data_type.storage).astype(np.float32)
 
 
+_HALF_TOP = np.float32(65520)  # from here on float16 is infinite
+_HALF_LEAST = np.float32(2.0**-14)  # below, float16 has fewer digits
+_HALF_ANCHOR = np.float32(0.75)  # its last digit is float16's smallest step
+
+
+def halved(x: F32) -> F32:
+    """float32 values rounded to float16 and back, half to even; several times as fast as two casts.
+
+    >>> halved(np.array([1 + 2.0**-11, 1 + 3 * 2.0**-11, 2.0**-25, 1e5, 65519], np.float32)).tolist()
+    [1.0, 1.001953125, 0.0, inf, 65504.0]
+    """
+    x = np.asarray(x, np.float32)
+    size = np.abs(x)
+    if not x.size or not size.max() < _HALF_TOP:
+        with np.errstate(over="ignore"):
+            wide: F32 = x.astype(np.float16).astype(np.float32)
+        return wide
+    raw = np.ascontiguousarray(x).view(np.uint32)
+    code = raw >> np.uint32(13)
+    code &= np.uint32(1)
+    code += np.uint32(0xFFF)
+    code += raw
+    code &= np.uint32(0xFFFFE000)
+    value = code.view(np.float32).reshape(x.shape)
+    if size.min() < _HALF_LEAST:
+        value = np.where(size < _HALF_LEAST, (x + _HALF_ANCHOR) - _HALF_ANCHOR, value)
+    return value
+
+
 def amax_of(w: Array, axis: int | None = None) -> F32:
     """max |w| of a whole weight [N, K], or along an axis, slab by slab: no float copy of the weight."""
     rows = max(1, _SLAB // max(1, w.shape[1]))

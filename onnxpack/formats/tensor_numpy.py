@@ -20,6 +20,7 @@ from onnxpack.formats.base import Array
 from onnxpack.formats.datatypes import DataType
 from onnxpack.formats.layout import BitView, require
 from onnxpack.formats.numpy_ops import NumpyOps
+from onnxpack.formats.scaling import halved
 from onnxpack.formats.tensors import JoinView, Sizes, SumView, TensorLayout, TensorView
 
 F32 = npt.NDArray[np.float32]
@@ -71,6 +72,8 @@ class Tensors:
     def __init__(self, layout: TensorLayout, sizes: Sizes, stored: Mapping[str, Array]) -> None:
         self.layout, self.sizes, self.stored = layout, sizes, stored
         self.lead = sizes.one(layout.frame[0])
+        self._plans: dict[tuple[str, int | None], Steps] = {}
+        self._bits: dict[str, BitView] = {}
         self._whole: dict[str, Array] = {}
         self._written: dict[str, Array] = {}
 
@@ -96,7 +99,10 @@ class Tensors:
         return self._whole[name]
 
     def _window(self, view: TensorView, band: tuple[int, int] | None, flat: Array) -> tuple[Steps, Array]:
-        plan = steps(view, self.sizes, flat.size, self.layout.frame, None if band is None else band[1] - band[0])
+        key = (view.name, None if band is None else band[1] - band[0])
+        if key not in self._plans:
+            self._plans[key] = steps(view, self.sizes, flat.size, self.layout.frame, key[1])
+        plan = self._plans[key]
         start = self.sizes.one(view.start)
         part = flat[start : start + math.prod(plan.stored)].reshape(plan.stored)
         if band is not None:
@@ -109,7 +115,9 @@ class Tensors:
         value = plan.first.apply(part)
         if plan.codes is not None:
             value = np.take(value, view.shuffle, axis=-1) if view.shuffle else value
-            value = bits.read(without_copies(view.bits), {view.field: value})
+            if view.name not in self._bits:
+                self._bits[view.name] = without_copies(view.bits)
+            value = bits.read(self._bits[view.name], {view.field: value})
             value = value.view(np.float16) if view.read_as is DataType.FLOAT16 else value
             value = plan.codes.apply(value)
         if view.repeat:
@@ -128,7 +136,7 @@ class Tensors:
                 width = self._view(term).code_bits
                 self.put(term, values // multiplier & ((1 << width) - 1), start, stop)
         elif isinstance(view, JoinView):
-            at = 0
+            at, values = 0, values.reshape(len(values), -1)
             for run, offset in view.runs:
                 width = self.sizes.dims(self._view(run).dims)[-1]
                 self.put(run, values[..., at : at + width] - values.dtype.type(offset), start, stop)
@@ -216,7 +224,9 @@ class TensorNumpyOps(NumpyOps):
             return self.index([(self.codes(term), multiplier) for term, multiplier in view.terms])
         if isinstance(view, JoinView):
             runs = [self.codes(run) + np.uint8(offset) for run, offset in view.runs]
-            return np.concatenate(runs, axis=-1)
+            joined = np.concatenate(runs, axis=-1)
+            frame = self.tensors.sizes.dims(self.tensors.layout.frame)
+            return joined.reshape(len(joined), *frame[1:])
         assert isinstance(view, TensorView), name
         return self.tensors.read(view, self.start, self.stop)
 
@@ -230,4 +240,4 @@ class TensorNumpyOps(NumpyOps):
         return np.take(table, index, axis=0, mode="clip")
 
     def half(self, value: Any) -> Any:
-        return np.asarray(value).astype(np.float16).astype(np.float32)
+        return halved(value)

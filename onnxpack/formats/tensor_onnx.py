@@ -79,7 +79,8 @@ class TensorOnnxOps(OnnxOps):
         if isinstance(view, JoinView):
             runs = [self._raised(self.codes(run), offset) for run, offset in view.runs]
             same = len({run.dtype for run in runs}) == 1
-            return self._concat(runs if same else [self._cast(run, np.int32) for run in runs])
+            joined = self._concat(runs if same else [self._cast(run, np.int32) for run in runs])
+            return self._shaped(joined, self.sizes.dims(self.tensors.frame))
         assert isinstance(view, TensorView), name
         return self._one(view)
 

@@ -164,7 +164,7 @@ class SumView:
 
 @dataclass(frozen=True)
 class JoinView:
-    """Codes joined along the last axis, each run raised by its offset (runs of different width around one zero)."""
+    """Codes of whole rows joined, each run raised by its offset (runs of different width around one zero)."""
 
     name: str
     runs: tuple[tuple[str, int], ...]
