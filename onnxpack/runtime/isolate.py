@@ -39,9 +39,10 @@ def isolate(model: onnx.ModelProto, sites: Iterable[SiteRecord], constants: Cons
     Where a site is of 16 bit, values of that type are rounded as the graph says, in one session as in many.
     PackError when a site's node is missing or is not one that can be bound.
     """
-    if (version := opset(model)) < MIN_OPSET:
-        raise PackError(f"opset {version} is older than {MIN_OPSET}", where=where, hint="build the pack again")
     wanted = {site.node: site for site in sites if runs_as_product(site)}
+    version = opset(model)
+    if wanted and version < MIN_OPSET:
+        raise PackError(f"opset {version} is older than {MIN_OPSET}", where=where, hint="build the pack again")
     found: dict[str, tuple[Scope, NodeProto]] = {}
     for scope in walk(model.graph):
         for node in scope[-1].node:
