@@ -100,10 +100,6 @@ class FloatFinish:
         if self._zero_points is not None:
             self._zero_points = np.broadcast_to(self._zero_points, weight.codes.shape[1])
 
-    def bind(self, x: Array, codes: Codes, bias: Array | None) -> FloatFinish:
-        """For one call; there is nothing to prepare."""
-        return self
-
     def write(self, acc: I32, rows: slice, columns: slice, codes: Codes, out: F32) -> None:
         """Results of these rows and columns, from their accumulators, into `out` [rows of the call, N]."""
         assert codes.scale is not None

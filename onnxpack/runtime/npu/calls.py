@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,6 +31,15 @@ HostProduct = Callable[[Claimed, Array, Array | None], Array]
 """The host lowering of one product: input and bias to result."""
 
 
+_KEPT = 64
+
+
+class _Place:
+    """Where a call is."""
+
+    kernel: KernelFile | None = None
+
+
 class Outcome(NamedTuple):
     """Where rows of a call ran. One call has two when some of its rows are the host's by plan."""
 
@@ -41,8 +50,7 @@ class Outcome(NamedTuple):
     reason: str | None
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Columns of one site in a launch: `of_site` of its N, `of_c` of the kernel's."""
 
     member: int
@@ -50,29 +58,32 @@ class _Part:
     of_c: slice
 
 
-@dataclass(frozen=True)
-class _Launch:
+class _Launch(NamedTuple):
     k: slice
     image: tuple[Any, ...]
     fill: Callable[[I8], None]
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A piece of C: launches that are summed, and whose columns they are."""
 
-    rows: tuple[int, int]
+    low: int
+    high: int
+    """Rows of the program."""
     width: int
     parts: tuple[_Part, ...]
     launches: tuple[_Launch, ...]
 
 
-@dataclass
-class _Compiled:
-    """A program with everything looked up that does not depend on a call."""
+class _Compiled(NamedTuple):
+    """A program with everything looked up that does not depend on a call. No kernel: the host."""
 
-    kernel: KernelFile
+    kernel: KernelFile | None
     pieces: tuple[_Piece, ...]
+
+
+_Block = tuple[int, int, _Compiled]
+"""First row, rows, and how they run."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,8 @@ class Member:
     finish: FloatFinish | GroupFinish
     dtype: np.dtype[Any]
     """Of the result."""
+    row_bytes: int
+    """Bytes of one row of it."""
 
 
 @dataclass
@@ -113,84 +126,110 @@ class Call:
         self.is_group = claimed.members[0].product.group is not None
         record = claimed.members[0].product.group
         self.x_dtype = np.dtype(np.float32 if record is None else record.x_dtype)
-        self._programs = claimed.programs
-        self._compiled: dict[int, _Compiled] = {}
-        self._blocks: dict[int, tuple[tuple[int, int, Program], ...]] = {}
         self.by_row = record is not None and len(record.x_scale) > 1
+        self._compiled: dict[int, _Compiled] = {}
+        self._blocks: dict[int, tuple[_Block, ...]] = {}
+        self._floats = tuple(m.finish for m in self.members)
+        self._done: dict[int, list[Outcome]] = {}
+        """By rows: what is said when all went well."""
+        self._word = "qdq" if self.is_group else "float matmul"
 
     # --- one run ------------------------------------------------------------------------------------------------------
 
-    def run(self, x: Array, codes: Callable[[], Codes], biases: list[Array | None], out: list[Array]) -> list[Outcome]:
+    def run(
+        self, x: Array, codes: Callable[[], Codes], biases: Sequence[Array | None], out: Sequence[Array]
+    ) -> list[Outcome]:
         """Results of all members into `out` [rows, N]. x is [..., K]; `codes` makes them, once for all who read x."""
         session, rows = self.session, len(out[0])
-        if rows < max(session.min_rows, 1):
+        if rows < session.min_rows or not rows:
             self._on_host(x, slice(0, rows), biases, out)
             return [self._outcome("host", rows, "host_rows", Reason.BELOW_ROW_THRESHOLD.value)]
-        host, shape = list[slice](), None
+        at = _Place()
         try:
             made = codes()
-            bound = [m.finish.bind(x, made, bias) for m, bias in zip(self.members, biases, strict=True)]
-            with session.device.held():
-                for start, count, program in self._split(rows):
-                    if program.kernel is None:
-                        host.append(slice(start, start + count))
-                        continue
-                    compiled = self._compile(program)
-                    shape = compiled.kernel.gemm
-                    self._program(compiled, start, count, made, bound, out)
+            finishes = self._finishes(x, made, biases) if self.is_group else self._floats
+            session.device.begin()
+            try:
+                host = self._on_device(rows, made, finishes, out, at)
+            finally:
+                session.device.end()
         except DeviceFault as fault:
-            return self._fall_back(fault, shape, x, biases, out)
+            return self._fall_back(fault, at.kernel, x, biases, out)
         except ValueError as error:
             raise InvalidArgument(f"node {self.members[0].claimed.product.node}: {error}") from None
+        if not host:
+            done = self._done.get(rows)
+            if done is None or session.events is not None:
+                if len(self._done) >= _KEPT:
+                    self._done.clear()
+                done = self._done[rows] = [self._outcome("npu", rows, "", None)]
+                return done
+            session.tally.on_device += len(self.members)
+            return done
         outcomes = [self._outcome("npu", rows - sum(part.stop - part.start for part in host), "", None)]
         for part in host:
             self._on_host(x, part, biases, out)
             outcomes.append(self._outcome("host", part.stop - part.start, "host_rows", Reason.HOST_IS_FASTER.value))
-        return outcomes
+        return [outcome for outcome in outcomes if outcome.rows]
 
-    def _split(self, rows: int) -> tuple[tuple[int, int, Program], ...]:
-        found = self._blocks.get(rows)
-        if found is None:
-            if len(self._blocks) >= 64:
-                self._blocks.clear()
-            found = self._blocks[rows] = tuple(blocks(self._programs, rows))
-        return found
+    def _finishes(self, x: Array, codes: Codes, biases: Sequence[Array | None]) -> Sequence[Any]:
+        made = []
+        for member, bias in zip(self.members, biases, strict=True):
+            assert isinstance(member.finish, GroupFinish)
+            made.append(member.finish.bind(x, codes, bias))
+        return made
 
-    def _program(
-        self, program: _Compiled, first: int, count: int, codes: Codes, finishes: list[Any], out: list[Array]
-    ) -> None:
-        for piece in program.pieces:
-            low, high = piece.rows[0], min(piece.rows[1], count)
-            if low >= high:
+    def _on_device(
+        self, rows: int, codes: Codes, finishes: Sequence[Any], out: Sequence[Array], at: _Place
+    ) -> list[slice]:
+        """Run what is the device's; the rows that are the host's come back. `at` says where it is, for who catches."""
+        host, product = list[slice](), self.session.device.product
+        launches, tally = 0, self.session.tally
+        for first, count, program in self._blocks.get(rows) or self._split(rows):
+            kernel = at.kernel = program.kernel
+            if kernel is None:
+                host.append(slice(first, first + count))
                 continue
-            rows = slice(first + low, first + high)
-            acc = self._sum(program.kernel, piece, rows, codes)
-            for part in piece.parts:
-                finishes[part.member].write(acc[:, part.of_c], rows, part.of_site, codes, out[part.member])
+            for low, high, width, parts, (launch, *more) in program.pieces:
+                if low >= count:
+                    continue
+                high = min(high, count)
+                part = slice(first + low, first + high)
+                token = (codes.serial, part.start, high, launch.k.start)
+                acc = product(kernel, token, codes.codes[part, launch.k], launch.image, launch.fill, tally)
+                acc = acc[: high - low, :width]
+                if more:
+                    acc = self._sum(acc, kernel, more, part, codes)
+                launches += 1 + len(more)
+                for index, of_site, of_c in parts:
+                    finishes[index].write(acc[:, of_c], part, of_site, codes, out[index])
+        tally.launches += launches
+        return host
 
-    def _sum(self, kernel: KernelFile, piece: _Piece, rows: slice, codes: Codes) -> I32:
-        """The accumulators of a piece; they lie in the kernel's C where one launch is enough."""
-        session, count = self.session, rows.stop - rows.start
-        total: I32 | None = None
-        for launch in piece.launches:
-            token = (codes.serial, rows.start, rows.stop, launch.k.start, launch.k.stop)
-            part = codes.codes[rows, launch.k]
+    def _sum(self, acc: I32, kernel: KernelFile, launches: Sequence[_Launch], rows: slice, codes: Codes) -> I32:
+        """The accumulators of a piece whose K is split: `acc` of the first launch, plus those of the others."""
+        session = self.session
+        total: I32 = session.scratch.take("sum", acc.shape, np.int32)
+        total[...] = acc
+        for launch in launches:
+            token, part = (codes.serial, rows.start, rows.stop, launch.k.start), codes.codes[rows, launch.k]
             c = session.device.product(kernel, token, part, launch.image, launch.fill, session.tally)
-            session.tally.counts["launches"] += 1
-            found = c[:count, : piece.width]
-            if len(piece.launches) == 1:
-                return found
-            if total is None:
-                total = session.scratch.take("sum", found.shape, np.int32)
-                total[...] = found
-            else:
-                np.add(total, found, out=total)
-        assert total is not None
+            np.add(total, c[: acc.shape[0], : acc.shape[1]], out=total)
         return total
+
+    def _split(self, rows: int) -> tuple[_Block, ...]:
+        smallest = self.claimed.programs[0]
+        if rows <= smallest.rows:
+            return ((0, rows, self._compiled.get(smallest.rows) or self._compile(smallest)),)
+        if len(self._blocks) >= _KEPT:
+            self._blocks.clear()
+        found = blocks(self.claimed.programs, rows)
+        self._blocks[rows] = tuple((first, count, self._compile(program)) for first, count, program in found)
+        return self._blocks[rows]
 
     # --- the host's part ----------------------------------------------------------------------------------------------
 
-    def _on_host(self, x: Array, rows: slice, biases: list[Array | None], out: list[Array]) -> None:
+    def _on_host(self, x: Array, rows: slice, biases: Sequence[Array | None], out: Sequence[Array]) -> None:
         for member, bias, y in zip(self.members, biases, out, strict=True):
             whole = rows == slice(0, len(y))
             if whole or self.by_row:  # scales per row count the rows of the whole
@@ -201,10 +240,15 @@ class Call:
                 y[rows] = self.session.host(member.claimed, part, bias).reshape(-1, y.shape[1])
 
     def _fall_back(
-        self, fault: DeviceFault, shape: Gemm | None, x: Array, biases: list[Array | None], out: list[Array]
+        self,
+        fault: DeviceFault,
+        kernel: KernelFile | None,
+        x: Array,
+        biases: Sequence[Array | None],
+        out: Sequence[Array],
     ) -> list[Outcome]:
-        tally, claimed = self.session.tally, self.claimed
-        tally.fault(shape or Gemm(1, claimed.k, claimed.n), fault, quiet=self.session.strict)
+        shape = Gemm(1, self.claimed.k, self.claimed.n) if kernel is None else kernel.gemm
+        self.session.tally.fault(shape, fault, quiet=self.session.strict)
         if self.session.strict:
             raise self._error(fault) from None
         rows = len(out[0])
@@ -217,9 +261,11 @@ class Call:
         return kind(str(fault), where=where, hint="without strict this call runs on the host")
 
     def _outcome(self, where: Where, rows: int, event: str, reason: str | None) -> Outcome:
-        kind = "qdq" if self.is_group else "float"
-        name = f"npu_{kind}_{event}" if event else ("qdq" if self.is_group else "float matmul")
-        self.session.tally.counts[event or "npu"] += len(self.members)
+        name = f"npu_{'qdq' if self.is_group else 'float'}_{event}" if event else self._word
+        if not event:
+            self.session.tally.on_device += len(self.members)
+        else:
+            self.session.tally.counts[event] += len(self.members)
         if self.session.events is not None:
             k, n, sites = self.claimed.k, self.claimed.n, ",".join(m.claimed.site.path for m in self.members)
             more = f" min={self.session.min_rows}" if event == "host_rows" else f" why={reason}" if reason else ""
@@ -229,11 +275,13 @@ class Call:
     # --- what does not depend on a run --------------------------------------------------------------------------------
 
     def _compile(self, program: Program) -> _Compiled:
-        assert program.kernel is not None
         found = self._compiled.get(program.rows)
         if found is None:
-            kernel = self.session.kernels[Gemm.parse(program.kernel)]
-            found = self._compiled[program.rows] = _Compiled(kernel, tuple(self._pieces(program, kernel)))
+            found = _Compiled(None, ())
+            if program.kernel is not None:
+                kernel = self.session.kernels[Gemm.parse(program.kernel)]
+                found = _Compiled(kernel, tuple(self._pieces(program, kernel)))
+            self._compiled[program.rows] = found
         return found
 
     def _pieces(self, program: Program, kernel: KernelFile) -> Iterator[_Piece]:
@@ -243,7 +291,7 @@ class Call:
         for (rows, columns), ks in ranges.items():
             parts = tuple(self._parts(columns))
             launches = tuple(self._launch(kernel, k, parts) for k in sorted(ks))
-            yield _Piece(rows, columns[1] - columns[0], parts, launches)
+            yield _Piece(*rows, columns[1] - columns[0], parts, launches)
 
     def _parts(self, columns: tuple[int, int]) -> Iterator[_Part]:
         for index, member in enumerate(self.members):
@@ -272,10 +320,10 @@ class Call:
 
 def _member(claimed: Claimed, weight: Operand) -> Member:
     record = claimed.product.group
-    if record is None:
-        return Member(claimed, weight, FloatFinish(weight), np.dtype(np.float32))
-    dtype = np.dtype(np.float32 if record.requantize is None else record.requantize.dtype)
-    return Member(claimed, weight, GroupFinish(record, weight), dtype)
+    y = None if record is None else record.requantize
+    dtype = np.dtype(np.float32 if y is None else y.dtype)
+    finish = FloatFinish(weight) if record is None else GroupFinish(record, weight)
+    return Member(claimed, weight, finish, dtype, claimed.n * dtype.itemsize)
 
 
 class CodesOnce:

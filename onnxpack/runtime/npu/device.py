@@ -1,7 +1,7 @@
 """The NPU of this process: one handle, contexts in an LRU under a cap, operands resident up to a budget.
 
-Everything happens inside `held()`, one thread at a time. A failure is a DeviceFault; after it the context is given up,
-because nobody knows what it is good for, and the next call makes a new one.
+Everything happens between `begin` and `end`, one thread at a time. A failure is a DeviceFault; after it the context is
+given up, because nobody knows what it is good for, and the next call makes a new one.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -77,19 +76,24 @@ class Device:
 
     # --- who uses it --------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Exclusive use by this thread."""
-        with self._guard:
+    def begin(self) -> None:
+        """Exclusive use by this thread, until `end`. DeviceFault when there is nothing to use."""
+        self._guard.acquire()
+        if self._leaving:
             self._settle()
-            try:
-                yield
-            finally:
-                self._settle()
+        if self._handle is None or self._pid != os.getpid():
+            self._guard.release()
+            raise DeviceFault(Fault.CLOSED, "")
+
+    def end(self) -> None:
+        """Counterpart of begin."""
+        if self._leaving:
+            self._settle()
+        self._guard.release()
 
     def enter(self, kernels: tuple[KernelFile, ...]) -> None:
         """A session is going to use these kernels."""
-        with self.held():
+        with self._guard:
             self._users.update(kernel.key for kernel in kernels)
 
     def leave(self, owner: object, kernels: tuple[KernelFile, ...]) -> None:
@@ -152,37 +156,40 @@ class Device:
 
         `fill` writes the operand into int8 [K, N], where it is not resident; `token` names the codes.
 
-        DeviceFault when it cannot be had. The caller is inside `held()`.
+        DeviceFault when it cannot be had. The caller is between `begin` and `end`.
         """
-        if not self.mine:
-            raise DeviceFault(Fault.CLOSED, f"{file.gemm}")
-        if self.clock() < self._paused_until:
+        now = self.clock()
+        if now < self._paused_until:
             raise DeviceFault(Fault.PAUSED, f"{file.gemm}")
         try:
-            slot = self._slot(file)
-            if slot.broken is not None:
-                raise DeviceFault(*slot.broken)
-            idle = slot.context is not None and self.clock() - slot.context.used > IDLE_SECONDS
+            slot = self._slots.get(file.key) or self._slot(file)
+            context = slot.context
+            idle = context is not None and now - context.used > IDLE_SECONDS
             try:
-                found = self._attempt(slot, token, codes, image, fill)
+                self._attempt(slot, context, token, codes, image, fill)
             except DeviceFault as fault:
                 if not (idle and fault.fault.passes):
                     raise
                 tally.fault(file.gemm, fault, again=True)
                 self.counts["recreated"] += 1
-                found = self._attempt(slot, token, codes, image, fill)
+                self._attempt(slot, slot.context, token, codes, image, fill)
         except DeviceFault as fault:
             self._failed(fault)
             raise
         self._timeouts = self._failures = 0
-        return found
+        return slot.c_view
 
-    def _attempt(self, slot: Slot, token: Token, codes: I8, image: Key, fill: Callable[[I8], None]) -> I32:
+    def _attempt(
+        self, slot: Slot, context: Context | None, token: Token, codes: I8, image: Key, fill: Callable[[I8], None]
+    ) -> None:
         try:
-            context = self._context(slot)
+            if context is None:
+                context = self._context(slot)
             if not context.verified:
                 self._verify(slot, context)
-            slot.write(token, codes)
+            if slot.token != token:
+                slot.write(codes)
+                slot.token = token
             self._launch(slot, context, image, fill)
         except BaseException as error:
             # Frames of the failed call still hold the launch, which must go before its context.
@@ -195,7 +202,6 @@ class Device:
             if isinstance(error, Exception):  # a driver raises what it likes
                 raise DeviceFault(Fault.RAISED, guarded_message(error)) from None
             raise  # interrupted: the launch may still be under way
-        return slot.c_view
 
     def _failed(self, fault: DeviceFault) -> None:
         self._failures += 1
@@ -221,16 +227,14 @@ class Device:
     # --- contexts -----------------------------------------------------------------------------------------------------
 
     def _slot(self, file: KernelFile) -> Slot:
-        slot = self._slots.get(file.key)
-        if slot is None:
-            gemm = file.gemm
-            a, c = self._buffer(gemm.m * gemm.k), self._buffer(4 * gemm.m * gemm.n)
-            slot = self._slots[file.key] = Slot(self._xrt, file, a, c)
+        gemm = file.gemm
+        a, c = self._buffer(gemm.m * gemm.k), self._buffer(4 * gemm.m * gemm.n)
+        slot = self._slots[file.key] = Slot(self._xrt, file, a, c)
         return slot
 
     def _context(self, slot: Slot) -> Context:
-        if slot.context is not None:
-            return slot.context
+        if slot.broken is not None:
+            raise DeviceFault(*slot.broken)
         name = slot.file.name
         while len(self._live) >= self._cap:
             self._drop(next(iter(self._live.values())))
@@ -274,9 +278,7 @@ class Device:
             view[...] = canary.operands(gemm, known.seed)[1]
 
         a, _ = canary.operands(Gemm(gemm.m, gemm.k, 1), known.seed)
-        slot.token = None
-        slot.write((-1,), a)
-        slot.token = None
+        slot.write(a)
         slot.c_view.view(np.uint8)[...] = _STALE
         self.counts["canaries"] += 1
         self._launch(slot, context, ("canary", file.key), fill)

@@ -142,6 +142,7 @@ class NpuEngine:
         self._types = {value.name: value.type for value in model.graph.input}
         self._guard = Lock()
         self._sites = [member.site for call in claimed for member in call.members]
+        self._row_counts = tuple(dict.fromkeys(site.m for site in self._sites))
         self.placed = _placed(pack, claimed, {product.node for product in products})
         self._refused = [site for site in pack.manifest.sites if site.weight is None and _is_refused_group(site)]
         self._note_claims(claimed)
@@ -180,7 +181,7 @@ class NpuEngine:
     def counters(self) -> dict[str, int]:
         """What happened so far: sites by event, launches, faults by kind; and what the device holds for everybody."""
         with self._guard:
-            counts = dict(self._tally.counts)
+            counts = {"launches": self._tally.launches, "npu": self._tally.on_device, **self._tally.counts}
         counts |= {f"device:{name}": count for name, count in self._device.counts.items()}
         counts["device:resident_bytes"] = self._device.resident
         return dict(sorted(counts.items()))
@@ -204,7 +205,7 @@ class NpuEngine:
     def _too_few(self, symbols: SymbolRows) -> bool:
         """Whether the shapes of the feeds tell of every claimed site that it has fewer rows than are worth a launch."""
         least = self._session.min_rows
-        rows = {symbols.value(site.m) for site in self._sites}
+        rows = map(symbols.value, self._row_counts)
         return all(count is not None and count < least for count in rows)
 
     def _whole(self, symbols: SymbolRows) -> Rows:

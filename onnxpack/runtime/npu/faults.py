@@ -63,6 +63,8 @@ class Tally:
 
     def __init__(self) -> None:
         self.counts = Counter[str]()
+        self.launches = self.on_device = 0
+        """Launches, and sites that ran on the device: counted too often for a dictionary."""
         self._said: set[Gemm] = set()
 
     def fault(self, shape: Gemm, error: DeviceFault, *, again: bool = False, quiet: bool = False) -> None:

@@ -19,7 +19,7 @@ from onnxpack.runtime.between import product_type
 from onnxpack.runtime.carry import parse_type
 from onnxpack.runtime.cut import Segment, cut, segment_model
 from onnxpack.runtime.npu.calls import Call, CodesOnce, Outcome
-from onnxpack.runtime.npu.layout import Arena, Binding, Layout, Lifetime, Shaped, place, shaped
+from onnxpack.runtime.npu.layout import Arena, Binding, Layout, Lent, Lifetime, Pool, Shaped, place, shaped, wrap
 from onnxpack.runtime.npu.openers import Openers
 from onnxpack.runtime.opening import Opened
 from onnxpack.runtime.prepare import Weights, lower_graph
@@ -70,7 +70,8 @@ class CutGraph:
         self.outputs = {value.name: self._slot(value.name) for value in model.graph.output}
         self._lifetimes, self._freed = self._live()
         self._fresh = Layout([self._binding(step, {}) for step in self._steps])
-        self._arena = Arena()
+        self._arena, self._pool = Arena(), Pool()
+        self._results = frozenset(self.outputs.values())
         self._layouts: OrderedDict[Key, Layout] = OrderedDict()
         self._seen: OrderedDict[Key, int] = OrderedDict()
         """Runs by shapes of the feeds; negative where shapes in between change from run to run."""
@@ -144,16 +145,17 @@ class CutGraph:
             return None
         io = step.opened.session.io_binding()
         loose_inputs = tuple((name, slot) for name, slot in step.feeds if slot not in fixed)
-        loose = tuple((name, at, slot) for at, (name, slot) in enumerate(step.results) if slot not in fixed)
         for name, slot in step.feeds:
             if slot in fixed:
                 io.bind_ortvalue_input(name, fixed[slot])
         for name, slot in step.results:
             if slot in fixed:
                 io.bind_ortvalue_output(name, fixed[slot])
-            elif fixed:  # in the order of the results, so that positions are those of get_outputs
+            else:  # in the order of the results, so that positions are those of the binding
                 io.bind_output(name)
-        kept = set(self.outputs.values())
+        absent = io.get_outputs()
+        loose = tuple((n, at, slot, absent[at]) for at, (n, slot) in enumerate(step.results) if slot not in fixed)
+        kept = set(self.outputs.values())  # of the graph
         return Binding(io, loose_inputs, loose, tuple(pair for pair in step.lists if pair[1] in kept), bool(fixed))
 
     @property
@@ -195,7 +197,7 @@ class CutGraph:
         options: ort.RunOptions | None,
         watched: dict[int, Shaped | None] | None,
     ) -> tuple[Results, list[Outcome]]:
-        own: dict[int, Any] = {}
+        own, lent = dict[int, Any](), dict[int, Lent]()
         values: Values = [None] * len(self._slots)
         for name, value in feeds.items():
             values[self.inputs[name]] = value
@@ -212,14 +214,17 @@ class CutGraph:
                     raise
             else:
                 for batch in step:
-                    _run_batch(batch, values, layout, own, outcomes)
+                    self._run_batch(batch, values, layout, own, lent, outcomes)
             if watched is not None:
                 for slot in _touches(step)[1]:
                     value = values[slot]
                     watched[slot] = None if value is None else shaped(value)
             for slot in freed:
                 values[slot] = None
-                own.pop(slot, None)
+                if slot in lent:
+                    self._pool.give(lent.pop(slot))
+        for loan in lent.values():
+            self._pool.give(loan)
         return {name: own.get(slot, values[slot]) for name, slot in self.outputs.items()}, outcomes
 
     def _lay_out(self, key: Key, watched: Mapping[int, Shaped | None]) -> None:
@@ -237,6 +242,60 @@ class CutGraph:
         if len(self._layouts) > _LAYOUTS:
             self._layouts.popitem(last=False)
 
+    def _run_batch(
+        self,
+        batch: _Batch,
+        values: Values,
+        layout: Layout,
+        own: dict[int, Any],
+        lent: dict[int, Lent],
+        outcomes: list[Outcome],
+    ) -> None:
+        """`own` and `lent` take results that are in memory of ours: an OrtValue over it does not keep it alive."""
+        x = _array(batch.a, values, layout)
+        session = batch.calls[0].session
+        if not x.ndim or x.shape[-1] != batch.k or x.dtype != batch.calls[0].x_dtype:
+            node = batch.calls[0].members[0].claimed.product.node
+            raise InvalidArgument(f"node {node}: {x.dtype}{list(x.shape)} does not fit K = {batch.k}")
+        codes = CodesOnce(x, batch.k, session.scratch)
+        arrays, rows = layout.arrays, x.size // batch.k
+        for call, slots in zip(batch.calls, batch.slots, strict=True):
+            frame = layout.frames.get(call)
+            if frame is None:
+                frame = self._frame(call, x, rows, slots, values, layout, own, lent)
+                if arrays and all(y in arrays and (bias is None or bias in arrays) for bias, y in slots):
+                    layout.frames[call] = frame
+            outcomes += call.run(x, codes, *frame)
+
+    def _frame(
+        self,
+        call: Call,
+        x: Array,
+        rows: int,
+        slots: tuple[tuple[int | None, int], ...],
+        values: Values,
+        layout: Layout,
+        own: dict[int, Any],
+        lent: dict[int, Lent],
+    ) -> tuple[list[Array | None], list[Array]]:
+        """Biases and results [rows, N] of a call."""
+        biases = [None if bias is None else _array(bias, values, layout) for bias, _ in slots]
+        results: list[Array] = []
+        for member, bias, (_, y) in zip(call.members, biases, slots, strict=True):
+            made, n = layout.arrays.get(y), member.claimed.n
+            if made is None:
+                shape: tuple[int, ...] = (*x.shape[:-1], n)
+                if bias is not None and bias.ndim > x.ndim:
+                    shape = np.broadcast_shapes(shape, bias.shape)
+                if y in self._results:
+                    made = own[y] = np.empty(shape, member.dtype)
+                    values[y] = wrap(made)
+                else:
+                    lent[y] = loan = self._pool.take(shape, member.dtype, rows * member.row_bytes)
+                    made, values[y] = loan.array, loan.value
+            results.append(made.reshape(rows, n))
+        return biases, results
+
 
 def _touches(step: _Step) -> tuple[list[int], list[int]]:
     """Slots that a step reads, and those that it makes."""
@@ -248,29 +307,6 @@ def _touches(step: _Step) -> tuple[list[int], list[int]]:
             read += [bias for bias, _ in call if bias is not None]
             made += [y for _, y in call]
     return read, made
-
-
-def _run_batch(batch: _Batch, values: Values, layout: Layout, own: dict[int, Any], outcomes: list[Outcome]) -> None:
-    """`own` takes results that are in memory of ours: an OrtValue over it does not keep it alive."""
-    x = _array(batch.a, values, layout)
-    session = batch.calls[0].session
-    if not x.ndim or x.shape[-1] != batch.k or x.dtype != batch.calls[0].x_dtype:
-        node = batch.calls[0].members[0].claimed.product.node
-        raise InvalidArgument(f"node {node}: {x.dtype}{list(x.shape)} does not fit K = {batch.k}")
-    codes = CodesOnce(x, batch.k, session.scratch)
-    for call, slots in zip(batch.calls, batch.slots, strict=True):
-        biases = [None if bias is None else _array(bias, values, layout) for bias, _ in slots]
-        flat: list[Array] = []
-        for member, bias, (_, y) in zip(call.members, biases, slots, strict=True):
-            made = layout.arrays.get(y)
-            if made is None:
-                shape = (*x.shape[:-1], member.claimed.n)
-                if bias is not None and bias.ndim > x.ndim:
-                    shape = np.broadcast_shapes(shape, bias.shape)
-                made = own[y] = np.empty(shape, member.dtype)
-                values[y] = ort.OrtValue.ortvalue_from_numpy(made)
-            flat.append(made.reshape(-1, member.claimed.n))
-        outcomes += call.run(x, codes, biases, flat)
 
 
 def _array(slot: int, values: Values, layout: Layout) -> Array:

@@ -7,7 +7,7 @@ each segment's binding is made once and for all. Then a cut costs one call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,65 @@ def _merged(gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return made
 
 
+def _wrap() -> Callable[[Array], ort.OrtValue]:
+    """How an array becomes a value that shares its memory: through DLPack where this onnxruntime takes it, because that
+    is cheaper and keeps the array alive."""
+    try:
+        probe = np.zeros(2, np.float32)
+        if ort.OrtValue.from_dlpack(probe).data_ptr() == probe.ctypes.data:
+            return ort.OrtValue.from_dlpack  # type: ignore[no-any-return]
+    except (AttributeError, TypeError, RuntimeError):
+        pass
+    return ort.OrtValue.ortvalue_from_numpy  # type: ignore[no-any-return]
+
+
+wrap = _wrap()
+
+
+class Lent:
+    """Memory on loan, and what it was last used as: the layers of a model ask for the same shapes again and again."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = np.empty(nbytes, np.uint8)
+        self.shape: tuple[int, ...] | None = None
+        self.dtype: np.dtype[Any] | None = None
+        self.array: Array
+        self.value: ort.OrtValue
+
+    def become(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        """Be an array of this shape."""
+        self.shape, self.dtype = shape, dtype
+        self.array = np.ndarray(shape, dtype, self.memory)
+        self.value = wrap(self.array)
+
+
+class Pool:
+    """Buffers that are used again: as many as a run needs at once, as large as the largest was."""
+
+    def __init__(self) -> None:
+        self._free: list[Lent] = []
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int) -> Lent:
+        """Memory as an array of this shape, which has so many bytes."""
+        free = self._free
+        for index in range(len(free) - 1, -1, -1):
+            if free[index].shape == shape and free[index].dtype == dtype:
+                return free.pop(index)
+        fitting = next((index for index, lent in enumerate(free) if len(lent.memory) >= nbytes), None)
+        if fitting is not None:
+            found = free.pop(fitting)
+        else:
+            if free:
+                free.pop()  # too small; the new one takes its place
+            found = Lent(nbytes + nbytes // 4)
+        found.become(shape, dtype)
+        return found
+
+    def give(self, lent: Lent) -> None:
+        """Back; nothing may refer to it any more."""
+        self._free.append(lent)
+
+
 class Arena:
     """Memory that all layouts of one session share: only one of them runs at a time."""
 
@@ -143,8 +202,9 @@ class Binding:
 
     io: ort.IOBinding
     loose_inputs: tuple[tuple[str, int], ...]
-    loose_outputs: tuple[tuple[str, int, int], ...]
-    """Name in the session, position among its outputs, slot."""
+    loose_outputs: tuple[tuple[str, int, int, ort.OrtValue], ...]
+    """Name in the session, position among its outputs, slot, and a value that is not there: bound as an output, it is
+    allocated by the run. That is what `bind_output` does, at eight times the cost."""
     lists: tuple[tuple[int, int], ...]
     """Position and slot of outputs of the graph that are no tensors: they leave as Python objects."""
     kept: bool
@@ -158,8 +218,8 @@ class Binding:
             if value is not None:
                 io.bind_ortvalue_input(name, value)
         if not self.kept:
-            for name, _, _ in self.loose_outputs:
-                io.bind_output(name)
+            for name, _, _, absent in self.loose_outputs:
+                io.bind_ortvalue_output(name, absent)
 
     def after(self, values: list[ort.OrtValue | None], own: dict[int, Any]) -> None:
         """Take the loose results, and let go of everything that belongs to this run."""
@@ -168,9 +228,9 @@ class Binding:
             objects = io.copy_outputs_to_cpu()
             own.update((slot, objects[position]) for position, slot in self.lists)
         if self.loose_outputs:
-            results = io.get_outputs()
-            for _, position, slot in self.loose_outputs:
-                values[slot] = results[position]
+            results = io.get_outputs_as_ortvaluevector()
+            for _, position, slot, _ in self.loose_outputs:
+                values[slot] = ort.OrtValue(results[position])
         if not self.kept:
             io.clear_binding_inputs()
             io.clear_binding_outputs()
@@ -178,8 +238,8 @@ class Binding:
         for name, slot in self.loose_inputs:
             if values[slot] is not None:
                 io.bind_ortvalue_input(name, _NOTHING)
-        for name, _, _ in self.loose_outputs:
-            io.bind_output(name)
+        for name, _, _, absent in self.loose_outputs:
+            io.bind_ortvalue_output(name, absent)
 
     def clear(self) -> None:
         """After a failure."""
@@ -197,3 +257,5 @@ class Layout:
     """By slot."""
     owners: dict[int, ort.OrtValue] = field(default_factory=dict)
     """What is bound must live as long as the bindings."""
+    frames: dict[Any, tuple[list[Array | None], list[Array]]] = field(default_factory=dict)
+    """By call: biases and results as matrices, where all of them have a place of their own."""

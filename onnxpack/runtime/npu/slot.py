@@ -25,8 +25,10 @@ from onnxpack.types import I8, I32, Array
 SENTINEL = np.int32(-(2**31))
 """No product of int8 codes that an int32 accumulator holds can be this: 131071 * 128 * 128 is less in size."""
 
-_PROBE_ROWS, _PROBE_COLUMNS = 8, 64
-"""One element in so many is looked at after each launch; tiles of a design are larger than that."""
+_PROBES = 512
+"""So many elements of C are looked at after each launch, evenly over the whole."""
+
+_smallest = np.minimum.reduce
 
 Token = tuple[int, ...]
 """What A holds: which codes, which rows, which range of K."""
@@ -41,7 +43,7 @@ class KernelFile:
     sha256: str
     canary: Canary | None
 
-    @property
+    @cached_property
     def key(self) -> tuple[Gemm, str]:
         """The same for equal files, wherever they are."""
         return self.gemm, self.sha256
@@ -93,17 +95,16 @@ class Slot:
         self.c_view: I32 = mapped(c, 4 * m * n).view(np.int32).reshape(m, n)
         self.a_view[...] = 0
         self.c_view[...] = 0
-        rows, columns = min(_PROBE_ROWS, m), min(_PROBE_COLUMNS, n)
-        self._probe: Array = self.c_view[rows - 1 :: rows, columns - 1 :: columns]
+        # Odd, so that it meets every column in turn.
+        step = max(1, m * n // _PROBES) | 1
+        self._probe: Array = self.c_view.reshape(-1)[min(step, m * n) - 1 :: step]
         self.token: Token | None = None
         self.context: Context | None = None
         self.broken: tuple[Fault, str] | None = None
         """Why it is never used again."""
 
-    def write(self, token: Token, codes: I8) -> None:
-        """Put codes [rows, k] into A, zeros into the rest of it, and hand it to the device; once for each token."""
-        if self.token == token:
-            return
+    def write(self, codes: I8) -> None:
+        """Put codes [rows, k] into A, zeros into the rest of it, and hand it to the device."""
         self.token = None
         rows, k = codes.shape
         view = self.a_view
@@ -112,7 +113,6 @@ class Slot:
         if k < view.shape[1]:
             view[:rows, k:] = 0
         self.a.sync(self.xrt.to_device)
-        self.token = token
 
     def launch(self, run: Any, timeout_ms: int) -> None:
         """Start, wait, check the state, and check that C was written. DeviceFault, or what the driver raises."""
@@ -125,7 +125,7 @@ class Slot:
             kind = Fault.TIMEOUT if xrt.timeout is not None and state == xrt.timeout else Fault.STATE
             raise DeviceFault(kind, f"{state}")
         self.c.sync(xrt.from_device)
-        if self._probe.min() == SENTINEL:
+        if _smallest(self._probe) == SENTINEL:
             raise DeviceFault(Fault.UNTOUCHED, f"{self.file.gemm}")
 
     def drop_context(self) -> None:
