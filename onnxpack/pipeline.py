@@ -184,7 +184,7 @@ def _manifest(
     files = sorted([*written.files, *bound.files], key=lambda record: record.path)
     tensors = [stored.record for stored in written.stored.values()]
     digests = {file.path: file.sha256 for file in written.files}
-    weights_sha = hashlib.sha256(records.dumps(sorted(written.source_digests.items())).encode()).hexdigest()
+    weights_sha = hashlib.sha256(records.dumps(sorted(written.source_digests)).encode()).hexdigest()
     return m.Manifest(
         schema=m.SCHEMA,
         producer=f"onnxpack {version('onnxpack')}",
@@ -251,12 +251,12 @@ def _notes(plan: Plan) -> list[str]:
     """One line for each reason why weights are not stored as they were asked for."""
     counts = Counter(weight.note for weight in plan.weights if weight.note is not None)
     names = {weight.note: weight.name for weight in reversed(plan.weights)}
-    return [
-        f"{names[note]!r}{f' and {count - 1} more' if count > 1 else ''}: {note}" for note, count in counts.items()
-    ]
+    return [f"{names[note]!r}{f' and {count - 1} more' if count > 1 else ''}: {note}" for note, count in counts.items()]
 
 
 def _hints(written: Written) -> list[str]:
+    if not written.users:
+        return ["nothing is bound to int8: the pack runs as the source does (`onnxpack census` says why)"]
     grids = sum(stored.looks_dequantized for stored in written.stored.values())
     if not grids:
         return []

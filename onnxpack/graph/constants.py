@@ -162,12 +162,16 @@ def _parts(constant: Constant) -> list[Constant]:
     return list(found)
 
 
-def evaluate(constant: Constant, store: TensorStore) -> Array:
+def evaluate(constant: Constant, store: TensorStore, *, widen: bool = True) -> Array:
     """The numbers of a constant. A view of the stored bytes where possible; do not write to it.
+
+    Without `widen`, a weight that is stored in 16 bits and only cast and viewed on its way comes as it is stored, so
+    that whoever reads it block by block never has all of it in float32; its values are the same.
 
     ModelError when an operator cannot be applied, or would need far more memory than the bytes it starts from.
     """
     limit = max(_ALWAYS_ALLOWED, _GROWTH * sum(part.nbytes for part in _parts(constant) if part.tensor is not None))
+    skipped = set() if widen else _widening_casts(constant)
     done: dict[Constant, Array] = {}
     stack = [constant]
     while stack:
@@ -181,11 +185,32 @@ def evaluate(constant: Constant, store: TensorStore) -> Array:
             continue
         if at.tensor is not None:
             done[at] = store.array(at.tensor)
+        elif at in skipped:
+            assert at.inputs[0] is not None
+            done[at] = done[at.inputs[0]]
         else:
             assert at.node is not None
             done[at] = _apply(at, at.node, [None if c is None else done[c] for c in at.inputs], limit)
         stack.pop()
     return done[constant]
+
+
+def _widening_casts(constant: Constant) -> set[Constant]:
+    """The casts from 16-bit floats to float32 between a weight and its root, when all else between is views."""
+    at, found = constant, set[Constant]()
+    while at.tensor is None:
+        inner = at.inputs[0] if at.inputs else None
+        if inner is None or at.node is None:
+            return set()
+        if at.node.op_type == "Cast" and at.dtype == ir.DataType.FLOAT and inner.dtype in _SIXTEEN_BIT:
+            found.add(at)
+        elif at.node.op_type not in views.SAME_VALUES:
+            return set()
+        at = inner
+    return found
+
+
+_SIXTEEN_BIT = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def _apply(at: Constant, node: ir.Node, arrays: Sequence[Array | None], limit: int) -> Array:

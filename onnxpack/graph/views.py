@@ -423,3 +423,6 @@ VIEWS: dict[str, View] = {
 
 WITHOUT_COPY = ("Identity", "Transpose", "Slice", "Split", "Expand", "ConstantOfShape")
 """Views whose numbers never need memory of their own, whatever their size."""
+
+SAME_VALUES = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split")
+"""Views that pick and arrange elements of any type, and change none."""

@@ -108,7 +108,7 @@ class FloatSource(Source):
         return self.encoder.fields(self.format_shape)
 
     def numbers(self, store: TensorStore) -> list[Array]:
-        array = evaluate(self.constant, store)
+        array = evaluate(self.constant, store, widen=not self.encoder.takes_any_float)
         array = array.reshape(array.shape[-2:])
         return [array.T if self.transposed else array]
 

@@ -136,13 +136,13 @@ def _field(file: str, place: Place, array: Array) -> FieldRecord:
     return FieldRecord(file, place.offset, place.nbytes, array.dtype.name, tuple(array.shape), array_sha256(array))
 
 
-def external_leaves(constant: Constant) -> dict[str, ir.TensorProtocol]:
-    """The external tensors that a constant is made of, by name."""
-    found: dict[str, ir.TensorProtocol] = {}
+def external_leaves(constant: Constant) -> dict[int, ir.ExternalTensor]:
+    """The external tensors that a constant is made of, by id: in two bodies two tensors may have one name."""
+    found: dict[int, ir.ExternalTensor] = {}
     stack = [constant]
     while stack:
         at = stack.pop()
         if isinstance(at.tensor, ir.ExternalTensor):
-            found[at.name] = at.tensor
+            found[id(at.tensor)] = at.tensor
         stack += [c for c in at.inputs if c is not None]
     return found

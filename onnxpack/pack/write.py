@@ -42,6 +42,8 @@ from onnxpack.pack.weights import (
 from onnxpack.threads import in_threads
 from onnxpack.types import Array
 
+Leaves = dict[int, ir.ExternalTensor]
+"""External tensors of the source, by id."""
 OnWeight = Callable[[Stored], None]
 Clock = Callable[[str], AbstractContextManager[None]]
 
@@ -56,7 +58,8 @@ class Written:
     changes: list[Change]
     node_names: dict[str, str]
     files: list[m.FileRecord]
-    source_digests: dict[str, str]
+    source_digests: list[tuple[str, str]]
+    """Name and digest of every external tensor that was read."""
     opset: int
     domains: dict[str, list[str]]
 
@@ -77,7 +80,9 @@ def write(
         kept = [source for source in sources if aliases[source.name] == source.name]
         boxes = containers(kept)
     with clock("graph"):
-        leaves = {n: t for source in sources for c in source.constants for n, t in external_leaves(c).items()}
+        leaves: Leaves = {}
+        for constant in (c for source in sources for c in source.constants):
+            leaves |= external_leaves(constant)
         packed = _packed_weights(kept, boxes, model.opset)
         joined = [
             (weight, [u for n, us in users.items() if aliases[n] == name for u in us])
@@ -136,7 +141,7 @@ def _redirect_codes(sources: list[Source], aliases: dict[str, str], boxes: Conta
 
 
 def _externalize(
-    model: Model, store: TensorStore, packed: list[ir.ExternalTensor], leaves: dict[str, ir.TensorProtocol]
+    model: Model, store: TensorStore, packed: list[ir.ExternalTensor], leaves: Leaves
 ) -> float_data.DataLayout:
     """Give every large tensor that stays float its place in the data file; remember the external ones among them."""
     drop_unused_initializers(model.ir)
@@ -147,7 +152,7 @@ def _externalize(
                 value.const_value = inlined(value.const_value, store)  # no bytes: there may be no file to name
     values = large_tensors(model.ir, {id(tensor) for tensor in packed})
     tensors = [value.const_value for value in values if value.const_value is not None]
-    leaves.update({t.name or "": t for t in tensors if isinstance(t, ir.ExternalTensor)})
+    leaves.update({id(t): t for t in tensors if isinstance(t, ir.ExternalTensor)})
     plan = float_data.lay_out(tensors, store)
     for value, tensor in zip(values, tensors, strict=True):
         offset = plan.offsets[plan.place_of[id(tensor)]]
@@ -177,12 +182,11 @@ def _fill(
     kept: list[Source],
     boxes: Containers,
     floats: float_data.DataLayout,
-    leaves: dict[str, ir.TensorProtocol],
+    leaves: Leaves,
     on_weight: OnWeight | None,
     min_cosine: float,
-) -> tuple[dict[str, Stored], str, dict[str, str]]:
+) -> tuple[dict[str, Stored], str, list[tuple[str, str]]]:
     """Write all bytes: float data, weights, and the digests of what was read, in threads over tensors."""
-    digests: dict[str, str] = {}
     tasks: list[Callable[[], Any]] = []
     sizes = []
     if floats.nbytes:
@@ -193,8 +197,8 @@ def _fill(
         for file, plan in boxes.layouts.items():
             mapped = stack.enter_context(create(draft / file, plan))
             arrays |= {(file, name): array for name, array in mapped.items()}
-        for name, tensor in leaves.items():
-            tasks.append(partial(_digest, store, name, tensor, digests))
+        for tensor in leaves.values():
+            tasks.append(partial(_digest, store, tensor))
             sizes.append(tensor.nbytes)
         for source in kept:
             tasks.append(partial(_encode, source, store, boxes, arrays, on_weight, min_cosine))
@@ -202,11 +206,12 @@ def _fill(
         results = in_threads(tasks, sizes)
         arrays.clear()
     stored = {result.record.name: result for result in results if isinstance(result, Stored)}
+    digests = [result for result in results if isinstance(result, tuple)]
     return stored, results[0] if floats.nbytes else "", digests
 
 
-def _digest(store: TensorStore, name: str, tensor: ir.TensorProtocol, digests: dict[str, str]) -> None:
-    digests[name] = store.digest(tensor)
+def _digest(store: TensorStore, tensor: ir.ExternalTensor) -> tuple[str, str]:
+    return tensor.name, store.digest(tensor)
 
 
 def _encode(
