@@ -26,7 +26,7 @@ from fake_pyxrt import Machine
 import onnxpack
 from onnxpack import records
 from onnxpack.pack.digest import files_digest
-from onnxpack.pack.manifest import Manifest
+from onnxpack.pack.manifest import FileRecord, KernelRecord, Manifest
 from onnxpack.pack.read import open_pack
 from onnxpack.planning.records import Execution
 from onnxpack.runtime.npu import switches
@@ -108,6 +108,20 @@ def edit(pack: Path, **changes: Any) -> None:
     ]
     manifest = replace(manifest, files=files, files_digest=files_digest(files))
     (pack / "pack.json").write_text(records.dumps(manifest))
+
+
+def bind_all(pack: Path, shapes: Iterable[Gemm]) -> None:
+    """Put kernels of these shapes into a pack, whether its plan has a use for them or not."""
+    manifest = open_pack(pack).manifest
+    kernels, files = list(manifest.kernels), list(manifest.files)
+    for gemm in shapes:
+        data, name = elfs.elf(gemm), f"kernels/{gemm}-all.elf"
+        (pack / name).parent.mkdir(exist_ok=True)
+        (pack / name).write_bytes(data)
+        digest = hashlib.sha256(data).hexdigest()
+        kernels.append(KernelRecord(digest, gemm.m, gemm.k, gemm.n, name, digest, "gemm_i8"))
+        files.append(FileRecord(name, len(data), digest))
+    edit(pack, kernels=kernels, files=files)
 
 
 def info(name: str, shape: Sequence[Any] | None = None, kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:

@@ -18,7 +18,8 @@ from onnxpack.shapes import Gemm
 
 def elf(gemm: Gemm) -> bytes:
     """The ELF of a shape."""
-    return writer.full_elf(pdi=f"i8 gemm {gemm};".encode()).to_bytes()
+    moves = [(0, 0, gemm.m * gemm.k), (1, 0, gemm.k * gemm.n), (2, 0, 4 * gemm.m * gemm.n)]
+    return writer.full_elf(pdi=f"i8 gemm {gemm};".encode(), moves=moves).to_bytes()
 
 
 def library(folder: Path, shapes: Iterable[Gemm]) -> Path:

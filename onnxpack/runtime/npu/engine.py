@@ -192,7 +192,9 @@ class NpuEngine:
         self, output_names: Sequence[str] | None, feeds: Mapping[str, Any], run_options: ort.RunOptions | None
     ) -> tuple[list[Any], Rows]:
         """The outputs, and what became of each claimed site."""
-        symbols = SymbolRows(self._host.symbols(feeds) if isinstance(feeds, Mapping) else {})
+        if not isinstance(feeds, Mapping):  # onnxruntime says so
+            return list(self._host.run(output_names, feeds, run_options)[0]), SymbolRows({})
+        symbols = SymbolRows(self._host.symbols(feeds))
         if self._cut is None or self._too_few(symbols):
             results, _ = self._host.run(output_names, feeds, run_options)
             return results, self._whole(symbols)
