@@ -132,6 +132,7 @@ class Call:
         self._floats = tuple(m.finish for m in self.members)
         self._done: dict[int, list[Outcome]] = {}
         """By rows: what is said when all went well."""
+        self._told_sums = False
         self._word = "qdq" if self.is_group else "float matmul"
 
     # --- one run ------------------------------------------------------------------------------------------------------
@@ -175,8 +176,13 @@ class Call:
     def _finishes(self, x: Array, codes: Codes, biases: Sequence[Array | None]) -> Sequence[Any]:
         made = []
         for member, bias in zip(self.members, biases, strict=True):
-            assert isinstance(member.finish, GroupFinish)
-            made.append(member.finish.bind(x, codes, bias))
+            finish = member.finish
+            assert isinstance(finish, GroupFinish)
+            if finish.needs_column_sums and self.session.events is not None and not self._told_sums:
+                k, n = member.weight.codes.shape
+                self.session.events(f"qdq_colsum k={k} n={n} sites={member.claimed.site.path}")
+            made.append(finish.bind(x, codes, bias))
+        self._told_sums = True
         return made
 
     def _on_device(

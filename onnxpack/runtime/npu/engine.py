@@ -189,7 +189,7 @@ class NpuEngine:
     # --- one run ------------------------------------------------------------------------------------------------------
 
     def run(
-        self, output_names: Sequence[str] | None, feeds: Mapping[str, Any], run_options: ort.RunOptions | None
+        self, output_names: Sequence[str] | None, feeds: Any, run_options: ort.RunOptions | None
     ) -> tuple[list[Any], Rows]:
         """The outputs, and what became of each claimed site."""
         if not isinstance(feeds, Mapping):  # onnxruntime says so
