@@ -35,8 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline": _PACK | {"pack", "kernels", "census"},
     "runtime": _RUNTIME,
     "verify": _VERIFY,
+    "calibrate": _VERIFY | {"api"},
     "api": _VERIFY | {"census", "pipeline", "verify"},
-    "cli": _VERIFY | {"census", "pipeline", "verify", "api"},
+    "cli": _VERIFY | {"census", "pipeline", "verify", "api", "calibrate"},
     "__init__": {"errors", "formats", "kernels", "api"},
     "__main__": {"cli"},
 }

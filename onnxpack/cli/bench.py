@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 @click.command("bench")
 @click.argument("pack", type=click.Path())
+@click.option(
+    "--calibrate",
+    metavar="FILE",
+    type=click.Path(),
+    help="Measure instead, for `onnxpack plan --costs FILE`: PACK's kernels (or a directory of kernels) on the device.",
+)
 @click.option("--model", type=click.Path(), help="The float model. Default: the pack's graph, decoded to float32.")
 @click.option("--input", "inputs", multiple=True, metavar="X.npz|X.npy|NAME=X.npy", help="Inputs; made up by default.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of random inputs.")
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     pack: str,
+    calibrate: str | None,
     model: str | None,
     inputs: tuple[str, ...],
     seed: int,
@@ -40,6 +47,10 @@ def command(
     import os
 
     import onnxpack
+
+    if calibrate is not None:
+        _calibrate(pack, calibrate, as_json)
+        return
     from onnxpack.cli.output import print_json
     from onnxpack.pack.read import open_pack
     from onnxpack.records import to_dict
@@ -54,6 +65,24 @@ def command(
         print_json({"pack": pack, "device": session.coverage().device, **to_dict(found)})
     else:
         _print(pack, session.coverage().device, found)
+
+
+def _calibrate(kernels: str, out: str, as_json: bool) -> None:
+    from pathlib import Path
+
+    from onnxpack import records
+    from onnxpack.calibrate import calibrate
+    from onnxpack.cli.output import print_json, print_table
+
+    held = Path(kernels) / "kernels"
+    costs = calibrate(str(held if held.is_dir() else kernels))
+    Path(out).write_text(records.dumps(costs, indent=1))
+    if as_json:
+        print_json(records.to_dict(costs))
+        return
+    print_table(("kernel", "us a launch"), sorted(costs.kernels.items()), right=(1,))
+    click.echo(f"\nhost: {costs.host_call_us} us a call, {costs.host_products_per_us} products a us")
+    click.echo(f"{out}: {costs.source}")
 
 
 def _print(pack: str, device: str, found: Result) -> None:
