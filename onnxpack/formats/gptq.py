@@ -27,7 +27,9 @@ def asymmetric(x: F32, bits: int, least_zero: int = 0) -> tuple[Array, Array, Ar
     top = (1 << bits) - 1
     low = np.minimum(x.min(axis=-1, keepdims=True), 0)
     high = np.maximum(x.max(axis=-1, keepdims=True), 0)
-    scale = ((high - low) / np.float32(top)).astype(np.float16)
+    # With zero points from `least_zero` on, the codes below it are lost to a group without negative values.
+    step = np.maximum((high - low) / np.float32(top), high / np.float32(top - least_zero))
+    scale = step.astype(np.float16)
     scale = np.where(scale == 0, np.float16(1), scale)
     wide = scale.astype(np.float32)
     zero = np.clip(np.rint(-low / wide), least_zero, top)

@@ -74,8 +74,12 @@ def _one_scale(scale_float: float | None, scale_int: int | None, scale: Paramete
     require(scale_int is None or -149 <= scale_int <= 127, "scale_int", f"{scale_int} is not -149 to 127")
 
 
+_MOST_PACKED = 1 << 12  # bound of the numbers that packing is checked with
+
+
 def _packing(count: int, nbytes: int, bits: int) -> None:
-    require(count >= 0, "packed_count", "negative")
+    require(0 <= count <= _MOST_PACKED, "packed_count", f"{count} is not 0 to {_MOST_PACKED}")
+    require(0 <= nbytes <= _MOST_PACKED, "packed_bytes", f"{nbytes} is not 0 to {_MOST_PACKED}")
     require((count > 0) == (nbytes > 0), "packed_bytes", "packed_count and packed_bytes come together")
     require(count * bits <= 8 * nbytes, "packed_bytes", f"{count} values of {bits} bits do not fit {nbytes} bytes")
 
@@ -157,6 +161,7 @@ class Codebook:
     def __post_init__(self) -> None:
         counts = (self.num_codebooks, self.codebook_size, self.vector_size, self.index_bits)
         require(min(counts) >= 0, "num_codebooks", "counts are not negative")
+        require(self.index_bits <= 32, "index_bits", f"{self.index_bits} is more than 32")
         require(all(map(math.isfinite, self.codebook_data)), "codebook_data", "not finite")
         require(not self.rule or self.rule in RULES, "rule", f"{self.rule!r} is not one of {', '.join(RULES)}")
         self._check_entries()

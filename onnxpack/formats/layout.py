@@ -118,7 +118,7 @@ class BitPart:
         require(len(self.dims) == len(self.strides), "strides", "as many strides as dims")
         require(all(d >= 1 for d in self.dims), "dims", "every dimension is positive")
         require(self.lowest >= 0, "strides", "bits lie before the field")
-        require(self.shift >= 0, "shift", "a shift is not negative")
+        require(0 <= self.shift <= 16, "shift", f"{self.shift} is not 0 to 16")
         require(self.start >= 0, "start", "a start is not negative")
 
     @property
@@ -158,7 +158,8 @@ class DigitPart:
 
     def __post_init__(self) -> None:
         require(self.base >= 2, "base", f"{self.base} is not a base")
-        require(self.digits >= 1 and self.base**self.digits <= 256, "digits", "the digits do not fit a byte")
+        fits = self.base <= 256 and 1 <= self.digits <= 8 and self.base**self.digits <= 256
+        require(fits, "digits", "the digits do not fit a byte")
         require(self.count >= 1 and self.byte_offset >= 0, "count", "count is positive, byte_offset not negative")
 
     @property

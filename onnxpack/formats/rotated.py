@@ -102,9 +102,10 @@ class QuaRot(Arranged):
 
 def smoothing(act_absmax: Array, weights: Sequence[Array], alpha: float = 0.5) -> F32:
     """SmoothQuant's factor for each input feature of weights [N, K] that share their input: |X|**a / |W|**(1 - a)."""
-    tops = np.maximum.reduce([amax_of(w, 0) for w in weights])
-    powers = np.asarray(act_absmax, np.float32) ** np.float32(alpha), np.maximum(tops, _LEAST) ** np.float32(1 - alpha)
-    factors: F32 = np.maximum(powers[0] / powers[1], _LEAST).astype(np.float32)
+    tops = np.maximum(np.maximum.reduce([amax_of(w, 0) for w in weights]), _LEAST)
+    # In float64, so that the last bit of a float32 does not depend on whose power function it is.
+    ratio = np.asarray(act_absmax, np.float64) ** alpha / tops.astype(np.float64) ** (1 - alpha)
+    factors: F32 = np.maximum(ratio.astype(np.float32), _LEAST)
     return factors
 
 

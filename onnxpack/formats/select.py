@@ -10,6 +10,7 @@ A format may carry parameters: ``matmulnbits:bits=4:block_size=32``.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -45,7 +46,7 @@ class Selection:
 
 
 def _format(spec: str) -> Format:
-    name, *pairs = spec.split(":")
+    name, *pairs = re.split(r"(?<!:):(?!:)", spec)  # "domain::Name" is one word
     params: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -56,6 +57,8 @@ def _format(spec: str) -> Format:
         except ValueError:
             params[key] = value
     made = get(name, **params)
-    if not made.encodes:
-        raise UsageError(f"format {name} can be read, not written", where="--weights", hint="`onnxpack formats`")
+    refusal = made.refusal or ("" if made.encodes else "it can be read, not written")
+    if refusal:
+        what = f"a pack cannot hold weights in format {name}: {refusal}"
+        raise UsageError(what, where="--weights", hint="`onnxpack formats`")
     return made

@@ -1,13 +1,21 @@
-"""Adding a format is one declaration, one vector, one table row: here ggml's Q8_0 and Q4_0, from their golden files."""
+"""Adding a format is one declaration, one vector, one table row.
+
+Q4_0 is added here, outside the package; Q8_0 was added as CONTRIBUTING shows.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
+import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from onnxpack.formats import ggml, registry
 from onnxpack.formats.base import F32, Array, Encoded
 from onnxpack.formats.datatypes import DataType
 from onnxpack.formats.declared import Codes, Declared
@@ -67,3 +75,25 @@ def test_what_follows_from_it() -> None:
     assert made.family == "tiling+linear"
     assert structure(made, (4096, 4096)).bits_per_weight() == 4.5
     assert from_structure(structure(made, (4, 64))) == (made.profile, (4, 64))
+
+
+def test_contributing_shows_the_whole_of_q8_0() -> None:
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    blocks = [
+        textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)^ *```$", page, re.MULTILINE | re.DOTALL)
+    ]
+    assert inspect.getsource(ggml.Q80) in blocks
+    line = '"q8_0": "onnxpack.formats.ggml:Q80",\n'
+    assert line in blocks
+    assert line in inspect.getsource(registry)
+    here = Path(__file__).parent
+    assert (here.parent / "data" / "formats" / "q8_0.npz").exists()
+    for file, table in (
+        ("test_golden.py", "CASES"),
+        ("test_encoding.py", "TRUE_BITS"),
+        ("test_encoding.py", "LOSS"),
+        ("test_onnx_decoders.py", "RUNS"),
+    ):
+        text = (here / file).read_text(encoding="utf-8")
+        assert f"`{table}`" in page
+        assert '"q8_0"' in text[text.index(f"\n{table}") :]

@@ -131,6 +131,38 @@ def test_contradictions_are_refused_by_path(data: dict[str, Any], path: str) -> 
     assert caught.value.exit_code == 2
 
 
+def test_layouts_of_tensors_are_checked() -> None:
+    data = to_data(get("int4_gptq").profile)
+
+    def view(i: int, **changes: Any) -> Any:
+        return lambda d: d["tensors"]["views"][i].update(changes)
+
+    for change, path in (
+        (view(0, field="qw"), "tensors.views[0].field"),
+        (view(0, axes="kw w n b | kw n (w b) | kw n i"), "tensors.views[0].axes"),
+        (view(0, axes="kw w n b | kw n (w w) | kw n i | n (kw i)"), "tensors.views[0].axes"),
+        (view(0, axes="kw w n b | kw n (w b) | n kw i | n (kw i)"), "tensors.views[0].axes"),
+        (view(0, axes="kw w n b | kw n (w b) | kw n i | n (kw i"), "tensors.views[0].axes"),
+        (view(0, cut="m"), "tensors.views[0].cut"),
+        (view(0, per=0), "tensors.views[0].per"),
+        (view(0, sizes=[]), "tensors.views[0].sizes"),
+        (view(0, sizes=[["n", "M"], ["w", "1"], ["b", "4"]]), "tensors.views[0].dims"),
+        (view(1, index="g_idx"), "tensors.views[1].index"),
+        (view(2, levels=[1.0]), "tensors.views[2].levels"),
+        (view(2, name="zeros"), "tensors.views"),
+        (lambda d: d["tensors"]["fields"][0].update(data_type="INT4"), "tensors.fields[0].data_type"),
+        (lambda d: d["tensors"]["fields"][0].update(dims=["K-8"]), "tensors.fields[0].dims"),
+        (lambda d: d["tensors"].update(order="perm"), "tensors.order"),
+        (lambda d: d["tensors"]["views"].pop(2), "tiling.linear.scale.field"),
+        (lambda d: d.update(layout=to_data(get("q8_0").profile)["layout"]), "layout.block_size"),
+    ):
+        broken = json.loads(json.dumps(data))
+        change(broken)
+        with pytest.raises(ProfileError) as caught:
+            from_data(broken, QuantizationProfile)
+        assert caught.value.path == path
+
+
 def test_layouts_are_checked_against_the_profile() -> None:
     data = to_data(get("q4_k").profile)
     for change, path in (
@@ -187,6 +219,31 @@ def test_a_profile_with_one_value_changed_is_a_profile_or_refused(title: str, dr
     node[key] = draw.draw(values)
     try:
         from_data(data, QuantizationProfile)
+    except OnnxpackError:
+        pass
+
+
+CHECKPOINTS = {n: to_data(get(n).profile) for n in ("int4_gptq", "hqq", "exl2", "spqr", "aqlm", "quarot", "fp6_llm")}
+ODD = st.sampled_from(
+    [None, 0, -1, 3, 1 << 40, 0.5, True, "", "N", "K/0", "N/K", "a b | c", "(a", "FLOAT16", [], ["N"]]
+)
+
+
+@given(st.sampled_from(sorted(CHECKPOINTS)), st.data())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_a_checkpoint_profile_with_one_value_changed_is_one_or_refused(name: str, draw: st.DataObject) -> None:
+    from onnxpack.formats.translate import from_structure, to_structure
+
+    data = json.loads(json.dumps(CHECKPOINTS[name]))
+    node: Any = data
+    while True:
+        key = draw.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        if not isinstance(node[key], dict | list) or not node[key]:
+            break
+        node = node[key]
+    node[key] = draw.draw(ODD)
+    try:
+        from_structure(to_structure(from_data(data, QuantizationProfile), (64, 512), "X"))
     except OnnxpackError:
         pass
 
