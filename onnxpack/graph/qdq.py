@@ -10,118 +10,31 @@ node, and a sentence. Nothing is guessed: an axis comes from the attribute, neve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 
-from onnxpack.graph.constants import Constant, ConstantResolver, evaluate
+from onnxpack.graph.constant import Constant
+from onnxpack.graph.constants import ConstantResolver, evaluate
 from onnxpack.graph.paths import path_of
+from onnxpack.graph.quantized import (
+    CODES,
+    Activation,
+    Bias,
+    Group,
+    OwnWeight,
+    Refusal,
+    Requantize,
+    count,
+)
 from onnxpack.graph.tensors import TensorStore
 from onnxpack.graph.views import DOMAINS
 from onnxpack.quant.bounds import K_LIMIT_FULL_RANGE, K_LIMIT_ZERO_POINT
 from onnxpack.reasons import Reason
 from onnxpack.types import Array
 
-_CODES = (ir.DataType.INT8, ir.DataType.UINT8)
-_NARROW = (*_CODES, ir.DataType.INT4, ir.DataType.UINT4)
+_NARROW = (*CODES, ir.DataType.INT4, ir.DataType.UINT4)
 _SIXTEEN = (ir.DataType.INT16, ir.DataType.UINT16)
 _INTEGER_PRODUCTS = 10  # the opset that has MatMulInteger and QLinearMatMul
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a quantized product is not taken as one: the reason, where, and the condition that failed."""
-
-    reason: Reason
-    node: str
-    why: str
-
-
-@dataclass(frozen=True, eq=False)
-class OwnWeight:
-    """A weight that the graph already holds as codes: never quantized again, bit for bit the operand."""
-
-    codes: Constant
-    """[K, N], or [N, K] when `transposed`."""
-    scale: Constant
-    """One, or one a column of B."""
-    zero_point: Constant | None
-    transposed: bool
-    dequantize: ir.Node
-
-    @property
-    def constants(self) -> tuple[Constant, ...]:
-        """Codes, scale and, where there is one, zero point."""
-        found = (self.codes, self.scale, self.zero_point)
-        return tuple(constant for constant in found if constant is not None)
-
-    @property
-    def initializer(self) -> ir.Value | None:
-        """The initializer that is the codes, as bytes that can be mapped; None when they are made of something else."""
-        value = self.dequantize.inputs[0]
-        plain = value is not None and self.codes.tensor is not None and self.codes.dtype in _CODES
-        return value if plain and value is not None and value.is_initializer() else None
-
-
-@dataclass(frozen=True, eq=False)
-class Activation:
-    """A quantized activation: x = (q - zero_point) * scale, per tensor or along `axis`, which is never K."""
-
-    value: ir.Value
-    dtype: ir.DataType
-    scale: Constant
-    zero_point: Constant | None
-    axis: int | None
-    """Counted from the end of A's dimensions (-2 is the row axis); None: per tensor."""
-
-
-@dataclass(frozen=True, eq=False)
-class Bias:
-    """A constant added per column: int32 in the scale of the accumulator, or float32 after it."""
-
-    constant: Constant
-    """int32 [N] codes, or float32 values that broadcast over the rows."""
-    in_accumulator: bool
-    node: ir.Node | None
-    """The Add, or None for the C of a Gemm."""
-
-
-@dataclass(frozen=True, eq=False)
-class Requantize:
-    """The output QuantizeLinear: per tensor."""
-
-    node: ir.Node
-    scale: Constant
-    zero_point: Constant | None
-    dtype: ir.DataType
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """A quantized product that is one site. Without `activation` only the weight is quantized."""
-
-    weight: OwnWeight
-    activation: Activation | None
-    bias: Bias | None
-    requantize: Requantize | None
-
-    @property
-    def traits(self) -> str:
-        """What the group is, for a person: ``sx=1 sw=80 zp_x=1 zp_w=0 zp_y=1 bias=int32``."""
-        act, out = self.activation, self.requantize
-        parts = ["weight only"] if act is None else [f"sx={_count(act.scale)}"]
-        parts.append(f"sw={_count(self.weight.scale)}")
-        parts += [] if act is None else [f"zp_x={_count(act.zero_point)}"]
-        parts.append(f"zp_w={_count(self.weight.zero_point)}")
-        parts.append("float out" if out is None else f"zp_y={_count(out.zero_point)}")
-        if self.bias is not None:
-            parts.append(f"bias={'int32' if self.bias.in_accumulator else 'float'}")
-        return " ".join(parts)
-
-
-def _count(constant: Constant | None) -> int:
-    return 0 if constant is None else max(1, int(np.prod(constant.shape)))
 
 
 class QdqMatcher:
@@ -186,7 +99,7 @@ class QdqMatcher:
             return axis
         along_k = 1 if transposed else 0
         if axis == along_k:
-            what = Reason.SCALE_ALONG_K if _count(scale) > 1 else Reason.ZERO_POINT_ALONG_K
+            what = Reason.SCALE_ALONG_K if count(scale) > 1 else Reason.ZERO_POINT_ALONG_K
             return Refusal(what, here, f"axis {axis} of the weight is K")
         return OwnWeight(codes, scale, zero_point, transposed, node)
 
@@ -227,7 +140,7 @@ class QdqMatcher:
             return Refusal(Reason.SIXTEEN_BIT_ACTIVATION, here, f"the activation is {dtype.name.lower()}")
         if dtype is not None and dtype.name.startswith("FLOAT8"):
             return Refusal(Reason.FLOAT8, here, f"the activation is {dtype.name.lower()}")
-        if dtype is None or dtype not in _CODES:
+        if dtype is None or dtype not in CODES:
             return Refusal(Reason.UNSUPPORTED_DTYPE, here, f"the activation is {dtype.name.lower() if dtype else '?'}")
         return self._with_axis(product, node, Activation(x, dtype, scale, zero_point, None), rank)
 
@@ -235,7 +148,7 @@ class QdqMatcher:
         self, product: ir.Node, node: ir.Node, activation: Activation, rank: int | None
     ) -> Activation | Refusal:
         scale, zero_point, here = activation.scale, activation.zero_point, path_of(node)
-        if max(_count(scale), _count(zero_point)) == 1 and not _block(node):
+        if max(count(scale), count(zero_point)) == 1 and not _block(node):
             return activation
         transposed = product.op_type == "Gemm" and _int(product, "transA", 0)
         rank = 2 if product.op_type == "Gemm" else rank
@@ -247,10 +160,10 @@ class QdqMatcher:
         assert axis is not None
         along_k = rank - 2 if transposed else rank - 1
         if axis == along_k:
-            what = Reason.SCALE_ALONG_K if _count(scale) > 1 else Reason.ZERO_POINT_ALONG_K
+            what = Reason.SCALE_ALONG_K if count(scale) > 1 else Reason.ZERO_POINT_ALONG_K
             return Refusal(what, here, f"axis {axis} of the activation is K")
-        if zero_point is not None and _count(scale) != _count(zero_point):
-            why = f"{_count(scale)} scales and {_count(zero_point)} zero points"
+        if zero_point is not None and count(scale) != count(zero_point):
+            why = f"{count(scale)} scales and {count(zero_point)} zero points"
             return Refusal(Reason.UNSUPPORTED_OP, here, why)
         from_end = -2 if transposed else axis - rank
         return Activation(activation.value, activation.dtype, scale, zero_point, from_end)
@@ -313,7 +226,7 @@ class QdqMatcher:
     def _accumulator_bias(self, bias: Constant, n: int, weight: OwnWeight, x: Activation) -> Constant | None:
         """The int32 codes of a bias whose scale is exactly s_x * s_w in float32, and which cannot overflow."""
         node = bias.node
-        if node is None or node.op_type != "DequantizeLinear" or _count(x.scale) != 1:
+        if node is None or node.op_type != "DequantizeLinear" or count(x.scale) != 1:
             return None
         codes, scale = bias.inputs[0], bias.inputs[1]
         zero_point = bias.inputs[2] if len(bias.inputs) > 2 else None
@@ -334,21 +247,21 @@ class QdqMatcher:
         if node is None or node.inputs[0] is not value:
             return None
         scale, zero_point = self._parameters(node)
-        if isinstance(scale, Refusal) or _count(scale) != 1 or _count(zero_point) > 1 or _block(node):
+        if isinstance(scale, Refusal) or count(scale) != 1 or count(zero_point) > 1 or _block(node):
             return None
         step = self.numbers(scale).reshape(())
         if not np.isfinite(step) or not step:
             return None
         given = _int(node, "output_dtype", 0)
         dtype = zero_point.dtype if zero_point is not None else ir.DataType(given) if given else ir.DataType.UINT8
-        return Requantize(node, scale, zero_point, dtype) if dtype in _CODES else None
+        return Requantize(node, scale, zero_point, dtype) if dtype in CODES else None
 
 
 def _axis_of(node: ir.Node, scale: Constant, zero_point: Constant | None, rank: int) -> int | Refusal | None:
     """The axis along which scale or zero point vary; None: per tensor. From the attribute, never from a length."""
     if _block(node):
         return Refusal(Reason.BLOCK_SCALES, path_of(node), f"scales per block of {_block(node)}")
-    if max(_count(scale), _count(zero_point)) == 1:
+    if max(count(scale), count(zero_point)) == 1:
         return None
     axis = _int(node, "axis", 1)
     if not -rank <= axis < rank:

@@ -12,11 +12,13 @@ from typing import Literal
 import onnx_ir as ir
 
 from onnxpack.errors import ModelError
-from onnxpack.graph.constants import MAX_ELEMENTS, Constant, ConstantResolver
+from onnxpack.graph.constant import Constant
+from onnxpack.graph.constants import MAX_ELEMENTS, ConstantResolver
 from onnxpack.graph.infer import Dim, Dims, Shapes
 from onnxpack.graph.load import Model
 from onnxpack.graph.paths import all_nodes, path_of
-from onnxpack.graph.qdq import Group, QdqMatcher, Refusal
+from onnxpack.graph.qdq import QdqMatcher
+from onnxpack.graph.quantized import Group, Refusal
 from onnxpack.graph.tensors import TensorStore
 from onnxpack.quant.bounds import K_LIMIT_SYMMETRIC
 from onnxpack.reasons import Reason

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from onnxpack.graph.constants import Constant, evaluate
+from onnxpack.graph.constant import Constant
+from onnxpack.graph.constants import evaluate
 from onnxpack.graph.paths import path_of
-from onnxpack.graph.qdq import Bias, Group, Requantize
+from onnxpack.graph.quantized import Bias, Group, Requantize
 from onnxpack.graph.tensors import TensorStore
 from onnxpack.pack.manifest import BiasRecord, QdqRecord, RequantizeRecord
 

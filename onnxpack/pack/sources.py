@@ -11,8 +11,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpack.formats.base import ErrorSums, FieldSpec, Format, Orientation
-from onnxpack.graph.constants import Constant, evaluate
-from onnxpack.graph.qdq import OwnWeight
+from onnxpack.graph.constant import Constant
+from onnxpack.graph.constants import evaluate
+from onnxpack.graph.quantized import OwnWeight
 from onnxpack.graph.tensors import TensorStore
 from onnxpack.planning.records import OWN_CODES
 from onnxpack.quant.grid import on_a_grid

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxpack.errors import ModelError
 from onnxpack.formats.base import FieldSpec
-from onnxpack.graph.constants import Constant
+from onnxpack.graph.constant import Constant
 from onnxpack.graph.tensors import TensorStore
 from onnxpack.pack.container import Layout, Place, layout
 from onnxpack.pack.manifest import FieldRecord, TensorRecord

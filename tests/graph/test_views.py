@@ -15,7 +15,8 @@ from onnx import TensorProto
 
 import onnxpack
 from onnxpack.errors import ModelError
-from onnxpack.graph.constants import Constant, ConstantResolver, evaluate, structure
+from onnxpack.graph.constant import Constant
+from onnxpack.graph.constants import ConstantResolver, evaluate, structure
 from onnxpack.graph.load import load
 from onnxpack.graph.tensors import TensorStore
 
