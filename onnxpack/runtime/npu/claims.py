@@ -39,6 +39,11 @@ class ClaimedCall:
     programs: tuple[Program, ...]
 
     @property
+    def first_kernel(self) -> Gemm | None:
+        """The kernel of the first program that has one."""
+        return next((Gemm.parse(program.kernel) for program in self.programs if program.kernel is not None), None)
+
+    @property
     def a(self) -> str:
         """The value that all of them read."""
         return self.members[0].product.a

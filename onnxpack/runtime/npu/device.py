@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from onnxpack.errors import EnvironmentFault
 from onnxpack.kernels import canary
 from onnxpack.runtime.npu.faults import DeviceFault, Fault, Tally
 from onnxpack.runtime.npu.lock import DeviceLock, default_path
 from onnxpack.runtime.npu.slot import Context, KernelFile, Slot, Token, guarded_message
 from onnxpack.runtime.npu.switches import Switches
-from onnxpack.runtime.npu.xrt import INDEX, Xrt, import_pyxrt, mapped
+from onnxpack.runtime.npu.xrt import HINT, INDEX, Xrt, import_pyxrt, mapped
 from onnxpack.shapes import Gemm
 from onnxpack.types import I8, I32
 
@@ -33,6 +34,7 @@ PAUSE_SECONDS = 60.0
 """A blocked NPU comes back after a minute or two; until then calls do not wait for it."""
 _TIMEOUTS_BEFORE_PAUSE = 2
 _FAILURES_BEFORE_PAUSE = 8
+_FINAL = (Fault.CANARY, Fault.KERNEL, Fault.OLD)
 _STALE = 0xA5
 
 Key = tuple[Any, ...]
@@ -95,6 +97,22 @@ class Device:
         """A session is going to use these kernels."""
         with self._guard:
             self._users.update(kernel.key for kernel in kernels)
+
+    def try_context(self, kernel: KernelFile) -> None:
+        """Make the context of a kernel now, if that is possible. EnvironmentFault when XRT does not know how to."""
+        try:
+            self.begin()
+        except DeviceFault:
+            return
+        try:
+            slot = self._slots.get(kernel.key) or self._slot(kernel)
+            if slot.context is None:
+                self._context(slot)
+        except DeviceFault as fault:  # the first call finds it again, counts it and runs on the host
+            if fault.fault is Fault.OLD:
+                raise EnvironmentFault(f"no NPU device: {fault}", hint=HINT) from None
+        finally:
+            self.end()
 
     def leave(self, owner: object, kernels: tuple[KernelFile, ...]) -> None:
         """The session is gone. May be called by the garbage collector, at any moment of any thread."""
@@ -196,7 +214,7 @@ class Device:
             clear_frames(error.__traceback__)
             self._drop(slot)
             if isinstance(error, DeviceFault):
-                if error.fault in (Fault.CANARY, Fault.KERNEL):
+                if error.fault in _FINAL:
                     slot.broken = error.fault, error.what
                 raise
             if isinstance(error, Exception):  # a driver raises what it likes
@@ -206,7 +224,7 @@ class Device:
     def _failed(self, fault: DeviceFault) -> None:
         self._failures += 1
         self._timeouts = self._timeouts + 1 if fault.fault is Fault.TIMEOUT else 0
-        if fault.fault in (Fault.CANARY, Fault.KERNEL):  # that kernel is at fault, and stays off
+        if fault.fault in _FINAL:  # that kernel is at fault, and stays off
             self._failures -= 1
         if self._timeouts >= _TIMEOUTS_BEFORE_PAUSE or self._failures >= _FAILURES_BEFORE_PAUSE:
             self._paused_until = self.clock() + PAUSE_SECONDS
@@ -241,8 +259,7 @@ class Device:
         try:
             slot.context = self._make_context(slot, name)
         except TypeError as error:
-            slot.broken = Fault.CONTEXT, f"is XRT too old for ELFs? {guarded_message(error)}"
-            raise DeviceFault(*slot.broken) from None
+            raise DeviceFault(Fault.OLD, guarded_message(error)) from None
         except Exception as error:
             if not self._live:
                 raise DeviceFault(Fault.CONTEXT, guarded_message(error)) from None

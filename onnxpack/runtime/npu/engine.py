@@ -142,6 +142,8 @@ class NpuEngine:
         self._types = {value.name: value.type for value in model.graph.input}
         self._guard = Lock()
         self._sites = [member.site for call in claimed for member in call.members]
+        self.first_kernel = next((files[gemm] for call in claimed if (gemm := call.first_kernel) is not None), None)
+        """A kernel that is going to be used."""
         self._row_counts = tuple(dict.fromkeys(site.m for site in self._sites))
         self.placed = _placed(pack, claimed, {product.node for product in products})
         self._refused = [site for site in pack.manifest.sites if site.weight is None and _is_refused_group(site)]
@@ -315,4 +317,8 @@ def open_engine(pack: Pack, opener: Opener, switches: Switches) -> NpuEngine:
     """The engine of a pack. EnvironmentFault when there is no device, or another process has it."""
     if not switches.npu:
         raise EnvironmentFault("ONNXPACK_NPU=0 forbids the NPU", hint="unset it, or use device='host'")
-    return NpuEngine(pack, opener, switches, devices.acquire(switches))
+    device = devices.acquire(switches)
+    engine = NpuEngine(pack, opener, switches, device)
+    if engine.first_kernel is not None:
+        device.try_context(engine.first_kernel)
+    return engine

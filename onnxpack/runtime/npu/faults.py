@@ -20,6 +20,7 @@ class Fault(StrEnum):
     UNTOUCHED = "untouched"
     CANARY = "canary"
     CONTEXT = "context"
+    OLD = "old"
     MEMORY = "memory"
     KERNEL = "kernel"
     PAUSED = "paused"
@@ -43,6 +44,7 @@ _SENTENCES = {
     Fault.UNTOUCHED: "a launch was reported as completed and its result was not written",
     Fault.CANARY: "the kernel does not give the known product of its canary",
     Fault.CONTEXT: "no hardware context could be made",
+    Fault.OLD: "this XRT cannot make a context from an ELF (bound in pyxrt since January 2026)",
     Fault.MEMORY: "no device buffer could be made",
     Fault.KERNEL: "the ELF is not the one of the manifest, or cannot be bound",
     Fault.PAUSED: "after repeated failures the device is left alone for a while",

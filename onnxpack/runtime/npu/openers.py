@@ -80,6 +80,7 @@ def _opener(opener: Opener, threads: int) -> Opener:
     # Memory comes from the process, not from an arena of each session; patterns are kept per shape, for ever.
     options.enable_cpu_mem_arena = False
     options.enable_mem_pattern = False
+    options.optimized_model_filepath = ""  # the whole graph's
     if threads != 1:
         options.add_session_config_entry(_STOP_SPINNING, "1")
     return Opener(opener.folder, options)

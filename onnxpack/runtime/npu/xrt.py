@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnxpack.errors import EnvironmentFault
+from onnxpack.runtime.npu.faults import Fault
 
 INDEX = 0
 """The device that is used."""
@@ -31,8 +32,7 @@ _NAMES = (
     "xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE",
     "xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE",
 )
-_HINT = "see `onnxpack doctor`, or use device='host': it gives the same numbers"
-_OLD = "this XRT cannot make a context from an ELF (bound in pyxrt since January 2026)"
+HINT = "see `onnxpack doctor`, or use device='host': it gives the same numbers"
 
 
 def import_pyxrt() -> ModuleType:
@@ -41,10 +41,10 @@ def import_pyxrt() -> ModuleType:
         return importlib.import_module("pyxrt")
     except ModuleNotFoundError as error:
         if error.name == "pyxrt":
-            raise EnvironmentFault("no NPU device: XRT's Python module pyxrt is not installed", hint=_HINT) from None
-        raise EnvironmentFault(f"no NPU device: pyxrt cannot be imported: {first_line(error)}", hint=_HINT) from None
+            raise EnvironmentFault("no NPU device: XRT's Python module pyxrt is not installed", hint=HINT) from None
+        raise EnvironmentFault(f"no NPU device: pyxrt cannot be imported: {first_line(error)}", hint=HINT) from None
     except Exception as error:  # an extension module fails as it likes
-        raise EnvironmentFault(f"no NPU device: pyxrt cannot be imported: {first_line(error)}", hint=_HINT) from None
+        raise EnvironmentFault(f"no NPU device: pyxrt cannot be imported: {first_line(error)}", hint=HINT) from None
 
 
 class Xrt:
@@ -53,10 +53,10 @@ class Xrt:
     def __init__(self, module: Any) -> None:
         missing = [name for name in _NAMES if _attribute(module, name) is None]
         if missing:
-            raise EnvironmentFault(f"this pyxrt has no {', '.join(missing)}: XRT is too old", hint=_HINT)
+            raise EnvironmentFault(f"this pyxrt has no {', '.join(missing)}: XRT is too old", hint=HINT)
         signature = str(getattr(module.hw_context.__init__, "__doc__", None) or "")
         if "pyxrt" in signature and re.search(r"\belf\b", signature) is None:
-            raise EnvironmentFault(_OLD, hint=_HINT)
+            raise EnvironmentFault(f"no NPU device: {Fault.OLD.sentence}", hint=HINT)
         self._module = module
         self.completed = module.ert_cmd_state.ERT_CMD_STATE_COMPLETED
         self.timeout = getattr(module.ert_cmd_state, "ERT_CMD_STATE_TIMEOUT", None)
@@ -70,8 +70,8 @@ class Xrt:
             if count is None or int(count) > INDEX:
                 return self._module.device(INDEX)
         except Exception as error:
-            raise EnvironmentFault(f"no NPU device: it cannot be opened: {first_line(error)}", hint=_HINT) from None
-        raise EnvironmentFault("no NPU device: XRT sees none", hint=_HINT)
+            raise EnvironmentFault(f"no NPU device: it cannot be opened: {first_line(error)}", hint=HINT) from None
+        raise EnvironmentFault("no NPU device: XRT sees none", hint=HINT)
 
     def context(self, device: Any, path: str) -> Any:
         """A hardware context with the configuration of the ELF at `path`."""
