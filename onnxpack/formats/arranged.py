@@ -19,7 +19,7 @@ from onnxpack.formats import hadamard
 from onnxpack.formats.base import F32, Array, Decoder, Encoded, ErrorSums, FieldSpec, Format, Orientation, View
 from onnxpack.formats.declared import Codes, keep_freed_memory, square_sum
 from onnxpack.formats.evaluate import evaluate_tensors
-from onnxpack.formats.geometry import matrix
+from onnxpack.formats.geometry import is_transposed, matrix
 from onnxpack.formats.layout import ProfileError
 from onnxpack.formats.profiles import QuantizationProfile, Rotation, Side
 from onnxpack.formats.scaling import nonzero
@@ -27,6 +27,7 @@ from onnxpack.formats.tensor_numpy import TensorNumpyOps, Tensors, steps
 from onnxpack.formats.tensors import Sizes, TensorLayout, TensorView
 
 _CHUNK = 1 << 16  # values: with their temporaries they stay in a core's second-level cache
+_TRANSPOSED_ROWS = 64  # of a transposed weight: whole cache lines of it
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ class Plan:
         """Whether a step is a whole number of the weight's rows."""
         return self.inner % self.shape[1] == 0
 
-    def bands(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """Bands of steps, small enough for a cache, that cover [start, stop)."""
+    def bands(self, start: int = 0, stop: int | None = None, rows: int = 1) -> Iterator[tuple[int, int]]:
+        """Bands of steps, small enough for a cache but of at least `rows` rows, that cover [start, stop)."""
         stop = self.frame[0] if stop is None else stop
-        step = max(1, _CHUNK // (self.inner * self.unit)) * self.unit
+        values = max(_CHUNK, rows * self.shape[1])
+        step = max(1, values // (self.inner * self.unit)) * self.unit
         for first in range(start, stop, step):
             yield first, min(stop, first + step)
 
@@ -256,7 +258,7 @@ class Arranged(Format):
         source = source if plan.by_row else np.ascontiguousarray(source).reshape(plan.frame[0], plan.inner)
         whole = plan.profile.post_rotation is not None or plan.layout.outliers is not None
         residual = energy = 0.0
-        for start, stop in plan.bands():
+        for start, stop in plan.bands(rows=_TRANSPOSED_ROWS if is_transposed(source) else 1):
             rows = plan.rows(start, stop) if plan.by_row else (start, stop)
             x = np.ascontiguousarray(source[slice(*rows)], np.float32)
             turned = self.prepare(x, plan, tensors, rows) if plan.by_row else x
@@ -402,17 +404,19 @@ def _cut(spans: Mapping[str, Array], layout: TensorLayout, start: int, stop: int
 
 
 def _check_finite(w: Array) -> None:
-    rows = max(1, _CHUNK // w.shape[1])
-    for row in range(0, len(w), rows):
-        x = np.asarray(w[row : row + rows], np.float32)
+    turned = is_transposed(w)
+    lines = w.T if turned else w
+    rows = max(1, _CHUNK // lines.shape[1])
+    for row in range(0, len(lines), rows):
+        x = np.asarray(lines[row : row + rows], np.float32)
         # One pass: the sum of zero times everything is zero unless something is not finite.
         with np.errstate(invalid="ignore"):
             fine = np.isfinite(np.add.reduce(x.reshape(-1) * np.float32(0)))
         if not fine:
             i, j = np.argwhere(~np.isfinite(x))[0]
-            raise ModelError(
-                f"weight value {x[i, j]} at {[row + int(i), int(j)]} is not finite", hint="repair the checkpoint"
-            )
+            place = [row + int(i), int(j)]
+            place = place[::-1] if turned else place
+            raise ModelError(f"weight value {x[i, j]} at {place} is not finite", hint="repair the checkpoint")
 
 
 def _given(codes: Codes, layout: TensorLayout) -> Codes:

@@ -28,7 +28,7 @@ from onnxpack.formats.profiles import (
     TilingQuantization,
 )
 from onnxpack.formats.rules import RULES
-from onnxpack.formats.scaling import require_int
+from onnxpack.formats.scaling import require_int, slabs
 from onnxpack.formats.tensors import AnyView, JoinView, TensorField, TensorLayout, TensorView
 
 _WIDTHS = (8, 6, 5, 4, 3, 2)
@@ -99,11 +99,9 @@ class Exl2(Arranged):
         return self if found == own else Exl2(groups=found)
 
     def measure(self, w: Array) -> dict[str, Array]:
-        n, k = w.shape
+        k = w.shape[1]
         energy, top = np.zeros(k), np.zeros(k, np.float32)
-        rows = max(1, (1 << 16) // k)
-        for i in range(0, n, rows):
-            part = np.asarray(w[i : i + rows], np.float32)
+        for part in slabs(w):
             energy += np.square(part, dtype=np.float64).sum(axis=0)
             np.maximum(top, np.abs(part).max(axis=0), out=top)
         order = np.argsort(-energy, kind="stable")

@@ -15,7 +15,7 @@ from onnxpack.formats.datatypes import DataType
 from onnxpack.formats.declared import Codes
 from onnxpack.formats.layout import BitPart, Role, require
 from onnxpack.formats.profiles import LinearUniform, Parameter, QuantizationProfile, TilingQuantization
-from onnxpack.formats.scaling import require_int
+from onnxpack.formats.scaling import require_int, slabs
 from onnxpack.formats.tensors import TensorField, TensorLayout, TensorView
 
 _ORDER = ((4, 2), (4, 16))
@@ -113,10 +113,9 @@ class Gptq(Arranged):
     def measure(self, w: Array) -> dict[str, Array]:
         if not self.act_order:
             return {}
-        rows = max(1, (1 << 16) // w.shape[1])
         energy = np.zeros(w.shape[1])
-        for i in range(0, len(w), rows):
-            energy += np.square(np.asarray(w[i : i + rows], np.float64)).sum(axis=0)
+        for part in slabs(w):
+            energy += np.square(part, dtype=np.float64).sum(axis=0)
         ranks = np.empty(w.shape[1], np.int32)
         ranks[np.argsort(-energy, kind="stable")] = np.arange(w.shape[1], dtype=np.int32)
         return {"g_idx": ranks // np.int32(self.group)}

@@ -27,6 +27,7 @@ from onnxpack.formats.profiles import (
     Side,
 )
 from onnxpack.formats.rotated import random_bits
+from onnxpack.formats.scaling import slabs
 from onnxpack.formats.tensors import TensorField, TensorLayout, TensorView
 
 _EXTRA = """
@@ -121,8 +122,7 @@ class QuipSharp(Arranged):
 
     def measure(self, w: Array) -> dict[str, Array]:
         n, k = w.shape
-        rows = max(1, (1 << 16) // k)
-        squares = [np.square(np.asarray(w[i : i + rows], np.float64)).sum(axis=1) for i in range(0, n, rows)]
+        squares = [np.square(part, dtype=np.float64).sum(axis=1) for part in slabs(w)]
         root = float(np.sqrt(np.concatenate(squares).sum() / (n * k)))
         # A weight too small for float16 is still more than nothing; one of zeros has the scale 0.
         scale = max(np.float16(root / _SPREAD), np.float16(6e-8)) if root else np.float16(0)

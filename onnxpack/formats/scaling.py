@@ -7,6 +7,7 @@ implementations to the last bit, so the order of operations matters.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
 _SLAB = 1 << 16
+_TRANSPOSED_ROWS = 128
 
 
 def amax(x: F32) -> F32:
@@ -92,23 +94,26 @@ def halved(x: F32) -> F32:
     return value
 
 
+def slabs(w: Array) -> Iterator[F32]:
+    """A weight as float32 bands of whole rows in C order; of a transposed one, as many rows as fill cache lines."""
+    rows = max(1, _SLAB // max(1, w.shape[1]), _TRANSPOSED_ROWS if w.strides[0] < w.strides[1] else 1)
+    for i in range(0, len(w), rows):
+        yield np.ascontiguousarray(w[i : i + rows], np.float32)
+
+
 def amax_of(w: Array, axis: int | None = None) -> F32:
     """max |w| of a whole weight [N, K], or along an axis, slab by slab: no float copy of the weight."""
-    rows = max(1, _SLAB // max(1, w.shape[1]))
     if axis == 1:
-        parts = [np.abs(np.asarray(w[i : i + rows], np.float32)).max(axis=1) for i in range(0, len(w), rows)]
-        return np.concatenate(parts)
+        return np.concatenate([np.abs(slab).max(axis=1) for slab in slabs(w)])
     top = np.zeros(w.shape[1], np.float32)
-    for i in range(0, len(w), rows):
-        np.maximum(top, np.abs(np.asarray(w[i : i + rows], np.float32)).max(axis=0), out=top)
+    for slab in slabs(w):
+        np.maximum(top, np.abs(slab).max(axis=0), out=top)
     return top if axis == 0 else np.asarray(top.max(), np.float32)
 
 
 def mean_abs(w: Array, axis: int | None = None) -> F32:
     """mean |w| of a weight [N, K] or (axis 1) of each row, summed in float64 in a fixed order, as float32."""
-    rows = max(1, _SLAB // max(1, w.shape[1]))
-    slabs = (np.asarray(w[i : i + rows], np.float32) for i in range(0, len(w), rows))
-    sums = np.concatenate([np.abs(slab).sum(axis=1, dtype=np.float64) for slab in slabs])
+    sums = np.concatenate([np.abs(slab).sum(axis=1, dtype=np.float64) for slab in slabs(w)])
     if axis == 1:
         return np.asarray(sums / w.shape[1], np.float32)
     return np.asarray(sums.sum() / (w.shape[0] * w.shape[1]), np.float32)
