@@ -101,7 +101,9 @@ class Gptq(Arranged):
 
     def fitted(self, encoded: Encoded) -> Gptq:
         qweight, scales = encoded.fields.get("qweight"), encoded.fields.get("scales")
-        if len(encoded.shape) != 2 or qweight is None or scales is None or not scales.size or qweight.ndim != 2:
+        if len(encoded.shape) != 2 or qweight is None or scales is None:
+            return self
+        if qweight.ndim != 2 or scales.ndim != 2 or not scales.size:
             return self
         k = encoded.shape[1]
         bits, group = qweight.shape[0] * 32 // max(1, k), k // scales.shape[0]

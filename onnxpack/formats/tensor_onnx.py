@@ -202,6 +202,14 @@ class TensorOnnxOps(OnnxOps):
         assert total is not None
         return total
 
+    def _filled_with(self, value: int, count: int) -> str:
+        """A line of one number, made by a node: as a constant it would stand in the model."""
+        from onnx import numpy_helper
+
+        length = self.graph.constant(np.array([count], np.int64))
+        filling = numpy_helper.from_array(np.array([value], np.int32))
+        return self.graph.node("ConstantOfShape", [length], value=filling)
+
     def _with_outliers(self, value: Tensor, profile: QuantizationProfile) -> Tensor:
         """Dense values plus the entries of compressed rows, each at row * K + column of the flattened weight."""
         n, k = self.shape
@@ -213,8 +221,8 @@ class TensorOnnxOps(OnnxOps):
         count = math.prod(columns.shape)
         # The row of an entry is the number of rows that end at or before it: ones where rows end, summed up.
         ends = self._slice(self._cast(self._shaped(offsets, (n + 1,)), np.int64), 1, n)
-        ones, zeros = self._const(np.ones(n - 1, np.int32)), self._const(np.zeros(count + 1, np.int32))
-        marks = self.graph.node("ScatterElements", [zeros.name, ends.name, ones.name], axis=0, reduction="add")
+        ones, zeros = self._filled_with(1, n - 1), self._filled_with(0, count + 1)
+        marks = self.graph.node("ScatterElements", [zeros, ends.name, ones], axis=0, reduction="add")
         axis = self._const(np.array(0, np.int64))
         rows = Tensor(self.graph.node("CumSum", [marks, axis.name]), (count + 1,), np.dtype(np.int32))
         at = self._cast(self._slice(rows, 0, count), np.int64)

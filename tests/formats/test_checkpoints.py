@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxpack.errors import UsageError
-from onnxpack.formats import get
+from onnxpack.formats import get, names
 from onnxpack.formats.base import Encoded
 from onnxpack.formats.hadamard import factors, transform
 from onnxpack.formats.quip import entries, nearest, sign_factors
@@ -433,3 +433,14 @@ def test_what_encoders_write_does_not_depend_on_bands() -> None:
 
 E8P = "ea3883a85a627590ca74626320a2a691943386a8c89ac72cdb6388bfe7da5cc0"
 """Digest of the reference's 65536 codewords times four, int8."""
+
+
+@pytest.mark.parametrize("name", [n for n in names() if getattr(get(n).profile, "tensors", None) is not None])
+def test_stored_tensors_of_any_other_shape_are_refused(name: str) -> None:
+    made, shape = get(name), (128, 256)
+    specs = made.fields(shape)
+    zeros = {key: np.zeros(spec.shape, spec.dtype) for key, spec in specs.items()}
+    for key, array in zeros.items():
+        for wrong in (array.reshape(-1)[:0], array.astype(np.float64), np.zeros((3, 3, 3, 3), np.int8), array[None]):
+            with pytest.raises(UsageError, match=name):
+                made.decode(Encoded(name, shape, {**zeros, key: wrong}))
