@@ -167,7 +167,10 @@ def _source(planned: PlannedWeight, site: Site) -> Source:
     assert site.weight is not None
     if site.group is not None:
         return OwnSource(planned.name, site.group.weight)
-    return FloatSource(planned.name, site.weight, site.transposed_b, get(planned.format, **planned.params))
+    form = get(planned.format, **planned.params)
+    if form.refusal:
+        raise UsageError(f"the plan stores weight {planned.name!r} in format {form.name}: {form.refusal}")
+    return FloatSource(planned.name, site.weight, site.transposed_b, form)
 
 
 def _manifest(
