@@ -107,12 +107,16 @@ def loads(how: str, path: Path) -> list[list[float]]:
     return [json.loads(watch("-c", LOAD, how, str(path)).said) for _ in range(PROCESSES)]
 
 
+def census(report: Report, model: Path) -> None:
+    """Time and memory of the census."""
+    found = [watch("-m", "onnxpack", "census", str(model), "--json") for _ in range(PROCESSES)]
+    report.fact("census, whole command", "s", [used.seconds for used in found], 1.0)
+    report.fact("census, processor time", "s", [used.cpu for used in found])
+    report.fact("census, peak RSS", "MB", [used.peak_mb for used in found], 250)
+
+
 def resources(report: Report, model: Path, pack: Path, weights: str) -> None:
-    """Census, build and load."""
-    census = [watch("-m", "onnxpack", "census", str(model), "--json") for _ in range(PROCESSES)]
-    report.fact("census, whole command", "s", [used.seconds for used in census], 1.0)
-    report.fact("census, processor time", "s", [used.cpu for used in census])
-    report.fact("census, peak RSS", "MB", [used.peak_mb for used in census], 250)
+    """Build and load."""
     command = ("build", str(model), "-o", str(pack), "--force", "--quiet", "--json", "--weights", weights)
     builds = [watch("-m", "onnxpack", *command) for _ in range(PROCESSES)]
     build, load = f"build {weights}", f"load {weights}"
@@ -214,6 +218,7 @@ def main() -> None:
         report = Report(
             ("what", "of"), PROCESSES, 1, 0, title=f"{what}: how many times as good as onnxruntime in float32"
         )
+        census(report, model)
         resources(report, model, pack, arguments.weights)
         report.print()
         missed += report.missed

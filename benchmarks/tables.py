@@ -187,6 +187,7 @@ def resources_table(settings: Settings) -> Report:
     path = qwen3(settings)
     title = "Census, build and load, each in processes of its own (beside: loading the float model in onnxruntime)"
     report = settings.report("resources", title, ("what", "of"), model.PROCESSES, warm_up=0)
+    model.census(report, path)
     for name in ("int8",) if settings.quick else ("int8", "q4nx"):
         model.resources(report, path, settings.folder / f"resources.{name}.pack", name)
     return report

@@ -133,3 +133,14 @@ def test_every_other_table(section: str) -> None:
         }
         assert float(kl["int8"]) < 2.5e-4 < float(kl["q4nx"]) < 5e-3
         assert kl["float32"] == "0.00e+00"
+
+
+def test_the_page_has_every_table_with_its_command() -> None:
+    page = (ROOT / "docs" / "measured.md").read_text()
+    program = (BENCHMARKS / "tables.py").read_text()
+    sections = re.findall(r'^    "(\w+)": \w+_table,$', program, re.MULTILINE)
+    assert len(sections) == 5
+    for section in sections:
+        assert re.search(rf"`python benchmarks/tables\.py --only {section}", page), section
+    assert page.count("load average: ") == len(sections) + 1
+    assert page.count("versions: onnxpack") == len(sections) + 1
