@@ -11,8 +11,8 @@ from pathlib import Path
 
 import fake_pyxrt
 import pytest
-from conftest import Machine, block, edit, last_run, load, same, x_of
 from fake_pyxrt import FAULTS
+from npu_world import Machine, block, edit, last_run, load, same, x_of
 
 from onnxpack.errors import EnvironmentFault, KernelError
 from onnxpack.pack.read import open_pack
@@ -321,13 +321,13 @@ def test_everything_is_released_in_order_at_the_end_of_the_process(tmp_path: Pat
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-import fake_pyxrt, conftest
+import fake_pyxrt, npu_world
 machine = fake_pyxrt.Machine()
 sys.modules["pyxrt"] = fake_pyxrt.module(machine)
 import atexit
 atexit.register(lambda: print(machine.violations, machine.left(), machine.log[-1]))
-session = conftest.load({str(block_pack)!r})
-session.run(None, conftest.x_of(40))
+session = npu_world.load({str(block_pack)!r})
+session.run(None, npu_world.x_of(40))
 assert machine.left()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
-from conftest import Machine, Model, block, info, last_run, load, normal, same, x_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from npu_world import Machine, Model, block, info, last_run, load, normal, same, x_of
 from onnx import TensorProto, helper
 
 from onnxpack.runtime.npu.layout import Lifetime, Pool, place

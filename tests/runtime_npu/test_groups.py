@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Machine, Model, info, last_run, load, normal, same
+from npu_world import Machine, Model, info, last_run, load, normal, same
 from onnx import TensorProto, helper
 
 from onnxpack.errors import EnvironmentFault

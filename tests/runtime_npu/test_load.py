@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from conftest import Machine, edit, last_run, load, same, x_of
+from npu_world import Machine, edit, last_run, load, same, x_of
 from plain_pyxrt import Plain
 
 from onnxpack.errors import EnvironmentFault, PackError

@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx
 import pytest
-from conftest import Machine, bind_all, edit, load, pack_of, same
+from npu_world import Machine, bind_all, edit, load, pack_of, same
 
 import onnxpack
 from onnxpack.errors import OnnxpackError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Machine, Model, bind_all, edit, info, last_run, load, normal, same
+from npu_world import Machine, Model, bind_all, edit, info, last_run, load, normal, same
 from onnx import TensorProto, helper
 
 from onnxpack.errors import PackError

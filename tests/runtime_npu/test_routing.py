@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Machine, Model, block, info, last_run, load, normal, same, x_of
+from npu_world import Machine, Model, block, info, last_run, load, normal, same, x_of
 from onnx import TensorProto, helper
 
 from onnxpack.errors import UsageError
