@@ -251,8 +251,10 @@ def format_row(name: str, counted: int, folder: Path, judge: Callable[[Any], tup
     except OnnxpackError as error:
         return name, "-", "-", "-", "-", error.render().partition(" (")[0]
     size = report.bytes_after
+    others = sum(weight["format"] != name for weight in report.weights)  # shapes that the format cannot hold
+    label = f"{name}, {others} of {len(report.weights)} int8" if others else name
     session = onnxpack.load(pack, "host", quiet(basic_options()))
-    return name, f"{size / 1e6:.2f}", f"{8 * size / counted:.2f}", *judge(session)
+    return label, f"{size / 1e6:.2f}", f"{8 * size / counted:.2f}", *judge(session)
 
 
 SECTIONS: dict[str, Callable[[Settings], Report]] = {
