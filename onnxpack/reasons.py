@@ -40,6 +40,7 @@ class Reason(StrEnum):
     VENDOR_OPERATOR = "vendor-operator"
     SHARED_OUTPUT = "shared-output"
     PACKED_ELSEWHERE = "packed-elsewhere"
+    SWITCHED_OFF = "switched-off"
 
     @property
     def sentence(self) -> str:
@@ -80,4 +81,5 @@ _TEXT: dict[Reason, tuple[str, str]] = {
     Reason.VENDOR_OPERATOR: ("the operator belongs to a vendor's domain", "export plain ONNX, or plain QDQ"),
     Reason.SHARED_OUTPUT: ("an inner value of the group is used elsewhere", "quantize the other use separately"),
     Reason.PACKED_ELSEWHERE: ("the weight is already in another tool's packed form", "start from the source model"),
+    Reason.SWITCHED_OFF: ("an environment switch keeps it off the NPU", "unset the switch (see docs/runtime.md)"),
 }

@@ -64,7 +64,9 @@ class Cache:
     """One cache folder. It is made when something is first written."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder if folder is not None else default_folder()
+        self.folder = (
+            folder if folder is not None else default_folder()
+        ).absolute()  # tools run in folders of their own
         self.root = self.folder / LAYOUT
 
     @property

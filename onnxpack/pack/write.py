@@ -21,7 +21,7 @@ from onnxpack.formats.base import FieldSpec
 from onnxpack.graph.changes import Change
 from onnxpack.graph.externalize import drop_unused_initializers, inline_attribute_tensors, inlined, large_tensors
 from onnxpack.graph.load import Model
-from onnxpack.graph.paths import all_graphs, foreign_operators
+from onnxpack.graph.paths import all_graphs, all_nodes, foreign_operators
 from onnxpack.graph.rewrite import PackedWeight, rewrite
 from onnxpack.graph.sites import Site
 from onnxpack.graph.tensors import TensorStore, shape_of
@@ -44,6 +44,8 @@ from onnxpack.types import Array
 
 Leaves = dict[int, ir.ExternalTensor]
 """External tensors of the source, by id."""
+_TRACE = "stack_trace"
+"""Exporters note where on their machine a node came from; a pack says nothing of any machine."""
 OnWeight = Callable[[Stored], None]
 Clock = Callable[[str], AbstractContextManager[None]]
 
@@ -168,6 +170,9 @@ def _externalize(
 
 
 def _serialize(model: Model) -> bytes:
+    for node in all_nodes(model.ir.graph):
+        for key in [key for key in node.metadata_props if key.endswith(_TRACE)]:
+            del node.metadata_props[key]
     try:
         data: bytes = ir.serde.serialize_model(model.ir).SerializeToString(deterministic=True)
     except (ir.serde.SerdeError, ValueError, TypeError) as error:

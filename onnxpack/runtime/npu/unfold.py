@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onnxpack.pack.read import Pack
-
-REASON = "switched-off"
+from onnxpack.reasons import Reason
 
 
 def without_groups(pack: Pack) -> tuple[Pack, int]:
@@ -14,7 +13,7 @@ def without_groups(pack: Pack) -> tuple[Pack, int]:
     sites = [
         site
         if site.qdq is None or site.weight is None
-        else replace(site, weight=None, kernel=None, qdq=None, reason=REASON)
+        else replace(site, weight=None, kernel=None, qdq=None, reason=Reason.SWITCHED_OFF.value)
         for site in pack.manifest.sites
     ]
     count = sum(old is not new for old, new in zip(pack.manifest.sites, sites, strict=True))
