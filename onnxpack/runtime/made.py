@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from onnxpack import formats
-from onnxpack.errors import EnvironmentFault, PackError, UsageError
+from onnxpack.errors import EnvironmentFault, OnnxpackError, PackError, UsageError
 from onnxpack.formats.base import Encoded, FieldSpec, Format, Orientation
 from onnxpack.pack.container import Layout, create, layout
 from onnxpack.pack.manifest import TensorRecord
@@ -129,15 +129,27 @@ def _make(pack: Pack, record: TensorRecord, codes: Array, scales: Array) -> None
     form = _format(record, where)
     transposed = form.orientation is Orientation.NK
     shape = tuple(record.shape[::-1] if transposed else record.shape)
-    fields = {name: pack.field(stored) for name, stored in record.fields.items()}
-    encoded = Encoded(record.format, shape, fields, record.params)
     n = record.shape[1]
-    for start in range(0, n, _BAND):
-        stop = min(n, start + _BAND)
-        band: F32 = form.decode_columns(encoded, start, stop)
-        if band.shape != (record.shape[0], stop - start):
-            raise PackError(f"decodes to {list(band.shape)} for columns {start} to {stop}", where=where)
-        quantize_columns(band, codes[:, start:stop], scales[start:stop])
+    try:
+        encoded = Encoded(record.format, shape, _fields(pack, form, shape, record), record.params)
+        for start in range(0, n, _BAND):
+            stop = min(n, start + _BAND)
+            band: F32 = form.decode_columns(encoded, start, stop)
+            if band.shape != (record.shape[0], stop - start):
+                raise PackError(f"decodes to {list(band.shape)} for columns {start} to {stop}")
+            quantize_columns(band, codes[:, start:stop], scales[start:stop])
+    except OnnxpackError as error:  # whatever a format finds wrong with its bytes, it is the pack that is damaged
+        raise PackError(error.what, where=where, hint="build the pack again") from None
+
+
+def _fields(pack: Pack, form: Format, shape: tuple[int, ...], record: TensorRecord) -> Mapping[str, Array]:
+    """The stored tensors, when they are of exactly the types and sizes that the format computes for this shape."""
+    wanted = {name: (spec.dtype.name, spec.shape) for name, spec in form.fields(shape).items()}
+    held = {name: (stored.dtype, tuple(stored.shape)) for name, stored in record.fields.items()}
+    if held != wanted:
+        odd = next(name for name in (*wanted, *held) if held.get(name) != wanted.get(name))
+        raise PackError(f"field {odd} of format {form.name} is {held.get(odd)}, it has to be {wanted.get(odd)}")
+    return {name: pack.field(stored) for name, stored in record.fields.items()}
 
 
 def _shift(pack: Pack, record: TensorRecord, codes: Array, scales: Array) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import onnxpack
+from onnxpack.errors import PackError
 from onnxpack.pack.read import Pack, open_pack
 from onnxpack.quant.int8 import quantize_columns
 from onnxpack.runtime import made
@@ -121,3 +123,26 @@ def test_host_and_reference_agree_on_such_a_pack(tmp_path: Path) -> None:
     (host,) = onnxpack.load(pack.path, "host", basic_options()).run(None, {"x": x})
     (reference,) = onnxpack.load(pack.path, "reference").run(None, {"x": x})
     assert host.tobytes() == reference.tobytes()
+
+
+@pytest.mark.parametrize("form", ["q4nx", "q8_0", "nf4", "hqq"])
+@pytest.mark.parametrize("damage", ["half", "missing", "extra", "other type"])
+def test_fields_that_are_not_the_formats_own_are_refused_by_name(tmp_path: Path, form: str, damage: str) -> None:
+    build(tmp_path, 0, n=64)
+    out = tmp_path / "m.pack"
+    onnxpack.build(tmp_path / "m.onnx", out, weights=form, force=True)
+    manifest = json.loads((out / "pack.json").read_text())
+    fields = manifest["tensors"][0]["fields"]
+    name, field = next(iter(fields.items()))
+    if damage == "half":
+        rows = field["shape"][0]
+        field["shape"][0], field["nbytes"] = rows // 2, field["nbytes"] // rows * (rows // 2)
+    elif damage == "missing":
+        del fields[name]
+    elif damage == "extra":
+        fields["more"] = field
+    else:
+        field["dtype"] = {"int8": "uint8", "uint8": "int8"}[field["dtype"]]
+    (out / "pack.json").write_text(json.dumps(manifest))
+    with pytest.raises(PackError, match="more" if damage == "extra" else name):
+        onnxpack.load(out, "host")
