@@ -1,6 +1,6 @@
 """A build: named passes from a model and a plan to a published pack.
 
-load -> plan -> layout -> graph -> weights -> manifest -> publish
+load -> plan -> kernels -> layout -> graph -> weights -> digests -> manifest -> publish
 
 Each pass is a function; the report says how long each took. Nothing of that time is in the pack.
 """
@@ -43,7 +43,6 @@ from onnxpack.planning.fits import check_plan
 from onnxpack.reasons import Reason
 from onnxpack.shapes import Gemm
 
-TARGET = "npu2"
 _VENDOR = "com.amd"
 MIN_COSINE = 0.99
 """A weight that decodes to less than this fails the build unless it is allowed to."""
@@ -192,7 +191,7 @@ def _manifest(
         schema=m.SCHEMA,
         producer=f"onnxpack {version('onnxpack')}",
         source=m.SourceRecord(_portable(model.name), model.graph_sha256, weights_sha, model.opset),
-        target=TARGET,
+        target=plan.target,
         opset=written.opset,
         domains=written.domains,
         tensors=tensors,

@@ -13,7 +13,6 @@ looks inside.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -275,8 +274,3 @@ def elf_name(gemm: Gemm, key: str) -> str:
     'i8_16x1024x2048_0123456789ab.elf'
     """
     return f"i8_{gemm}_{key[:12]}.elf"
-
-
-def shapes_of(kernels: Iterable[Kernel]) -> list[Gemm]:
-    """Distinct shapes, sorted."""
-    return sorted({kernel.gemm for kernel in kernels})

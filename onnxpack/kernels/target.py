@@ -9,7 +9,7 @@ stricter limit stands here, so that a design that passes does so in both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnxpack.errors import UsageError
 
@@ -92,24 +92,12 @@ NPU2 = Target(
 )
 """XDNA2: Strix, Strix Halo, Krackan."""
 
-NPU1 = Target(
+NPU1 = replace(
+    NPU2,
     name="npu1",
     device="npu1",
     family="aie2",
     columns=4,
-    core_rows=4,
-    core_memory=64 << 10,
-    program_memory=16 << 10,
-    memory_tile=512 << 10,
-    core=Dma(inputs=2, outputs=2, descriptors=16, wrap=255, step_words=1 << 13),
-    memory=Dma(inputs=6, outputs=6, descriptors=48, wrap=1023, step_words=1 << 17, descriptors_per_parity=24),
-    shim=Dma(inputs=2, outputs=2, descriptors=16, wrap=1023, step_words=1 << 20),
-    locks=16,
-    memory_locks=64,
-    shim_iteration=64,
-    task_queue=4,
-    instruction_bytes=256 << 10,
-    contexts=16,
     mac_block=(4, 8, 8),
     macs_per_cycle=256,
     full_elf=False,

@@ -56,7 +56,7 @@ class PackSession:
     """
 
     def __init__(self, pack: Pack, engine: Engine, device: str, notes: Sequence[str] = ()) -> None:
-        self._pack, self._engine, self._device = pack, engine, device
+        self._engine = engine
         sites = pack.manifest.sites
         unbound = [site for site in sites if not runs_as_product(site)]
         at_load = [TraceRecord(0, site.path, "unbound", None, site.reason) for site in unbound]

@@ -13,7 +13,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onnxpack
 from onnxpack.cli.main import run
-from onnxpack.kernels import toolchain
 from onnxpack.pack.read import open_pack
 
 K, N = 64, 256
@@ -38,25 +37,6 @@ def model(tmp_path: Path) -> Path:
     path = tmp_path / "m.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
     return path
-
-
-def isolate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "_site_folders", list)
-    monkeypatch.setattr(toolchain, "_has_aie", lambda: False)
-    monkeypatch.setattr(toolchain, "XRT_FOLDER", tmp_path / "no-xrt")
-    for name in ("MLIR_AIE_INSTALL_DIR", "PEANO_INSTALL_DIR", "XILINX_XRT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ONNXPACK_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeToolchain:
-    """A stand-in toolchain that is found, and no other."""
-    isolate(tmp_path, monkeypatch)
-    made = FakeToolchain(tmp_path / "tools")
-    for name, value in made.environment().items():
-        monkeypatch.setenv(name, value)
-    return made
 
 
 def build(model: Path, out: Path, *more: str) -> int:
@@ -92,7 +72,8 @@ def test_a_library_is_bound_without_a_toolchain(
 ) -> None:
     elfs = tmp_path / "elfs"
     assert build(model, tmp_path / "1.pack", "--elfs-out", str(elfs)) == 0
-    isolate(tmp_path, monkeypatch)
+    for name in tools.environment():
+        monkeypatch.setenv(name, "/nonexistent")
     monkeypatch.setenv("ONNXPACK_CACHE", str(tmp_path / "another cache"))
     assert build(model, tmp_path / "2.pack", "--kernels", str(elfs)) == 0
     assert open_pack(tmp_path / "2.pack").manifest.coverage.covered == 3
@@ -100,9 +81,8 @@ def test_a_library_is_bound_without_a_toolchain(
 
 
 def test_without_a_toolchain_the_pack_is_built_and_the_commands_are_named(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, no_tools: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    isolate(tmp_path, monkeypatch)
     assert build(model, tmp_path / "m.pack", "--elfs-out", str(tmp_path / "elfs")) == 0
     manifest = open_pack(tmp_path / "m.pack").manifest
     assert (manifest.coverage.covered, manifest.kernels) == (0, [])

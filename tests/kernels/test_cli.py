@@ -12,31 +12,8 @@ from fake_toolchain import FakeToolchain
 from onnx import TensorProto, helper
 
 from onnxpack.cli.main import run
-from onnxpack.kernels import toolchain
 
 Shell = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeToolchain:
-    made = FakeToolchain(tmp_path / "tools")
-    monkeypatch.setattr(toolchain, "_site_folders", list)
-    monkeypatch.setattr(toolchain, "XRT_FOLDER", tmp_path / "none")
-    for name, value in made.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("ONNXPACK_CACHE", str(tmp_path / "cache"))
-    return made
-
-
-@pytest.fixture
-def no_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "_site_folders", list)
-    monkeypatch.setattr(toolchain, "_has_aie", lambda: False)
-    monkeypatch.setattr(toolchain, "XRT_FOLDER", tmp_path / "none")
-    monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setenv("ONNXPACK_CACHE", str(tmp_path / "cache"))
-    for name in ("MLIR_AIE_INSTALL_DIR", "PEANO_INSTALL_DIR", "XILINX_XRT"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def model(path: Path) -> str:

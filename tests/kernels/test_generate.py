@@ -15,7 +15,7 @@ import pytest
 from fake_toolchain import CLASSIC, DECLARATIVE, TRANSITIONAL, FakeToolchain
 
 from onnxpack.errors import EnvironmentFault, UsageError
-from onnxpack.kernels import canary, toolchain
+from onnxpack.kernels import canary
 from onnxpack.kernels.cache import Cache
 from onnxpack.kernels.digests import Digests
 from onnxpack.kernels.elf_report import check
@@ -29,28 +29,6 @@ from onnxpack.shapes import Gemm
 
 SHAPE = Gemm(16, 64, 256)
 OTHER = Gemm(16, 64, 512)
-
-
-@pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeToolchain:
-    """A stand-in toolchain that is found, and no other."""
-    made = FakeToolchain(tmp_path / "tools")
-    monkeypatch.setattr(toolchain, "_site_folders", list)
-    monkeypatch.setattr(toolchain, "XRT_FOLDER", tmp_path / "no-xrt")
-    for name, value in made.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("ONNXPACK_CACHE", str(tmp_path / "cache"))
-    return made
-
-
-@pytest.fixture
-def no_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "_site_folders", list)
-    monkeypatch.setattr(toolchain, "_has_aie", lambda: False)
-    monkeypatch.setattr(toolchain, "XRT_FOLDER", tmp_path / "no-xrt")
-    monkeypatch.setenv("PATH", "/nonexistent")
-    for name in ("MLIR_AIE_INSTALL_DIR", "PEANO_INSTALL_DIR", "XILINX_XRT"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def one(result: list[Result]) -> Result:

@@ -10,13 +10,7 @@ from fake_toolchain import CLASSIC, DECLARATIVE, EARLY, TRANSITIONAL, FakeToolch
 from onnxpack.kernels import toolchain
 from onnxpack.kernels.toolchain import choose_flags, find
 
-
-@pytest.fixture(autouse=True)
-def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The machine's own tools, if it has any, play no part here."""
-    monkeypatch.setattr(toolchain, "_site_folders", list)
-    monkeypatch.setattr(toolchain, "_has_aie", lambda: False)
-    monkeypatch.setattr(toolchain, "XRT_FOLDER", tmp_path / "no-xrt")
+pytestmark = pytest.mark.usefixtures("nothing_installed")
 
 
 def test_nothing_is_found_where_nothing_is() -> None:
